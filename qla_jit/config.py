@@ -1,0 +1,121 @@
+"""What is asked: `OpConfig` for the operator, `Problem` for one kernel of it.
+
+Both are frozen and hold plain strings and ints, so that equal questions are equal keys on every rank and on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from .arch import get_arch
+from .errors import ConfigError
+
+DTYPES = ("bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16")
+HEAD_DIMS = (64, 128)
+CHUNK_SIZES = (32, 64)
+
+#: Fields of `OpConfig` that each kernel is specialised on; the others are None in its `Problem`, so rows are shared.
+KERNEL_FIELDS = {
+    "kkt_inverse": ("dtype", "head_dim_k", "num_heads", "num_value_heads"),
+    "gate_scan": ("num_value_heads",),
+    "fused_forward": ("dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first"),
+}
+KERNELS = tuple(KERNEL_FIELDS)
+
+
+def _require(condition: bool, invariant: str, got: str, remedy: str) -> None:
+    if not condition:
+        raise ConfigError(f"`{invariant}` must hold, but got {got}; {remedy}")
+
+
+@dataclass(frozen=True)
+class OpConfig:
+    """The operator asked for: Gated DeltaNet on ``[B, T, H, K]`` queries and keys, ``[B, T, HV, V]`` values.
+
+    num_heads: query/key heads H.  num_value_heads: value heads HV, a multiple of H.  head_dim_k, head_dim_v: 64 or 128.
+    dtype: of q, k, v, o.  state_dtype: of the states in memory (always accumulated in fp32).
+    state_v_first: states are ``[N, HV, V, K]`` instead of ``[N, HV, K, V]``.  arch: ``sm90`` …
+
+    Raises ConfigError when a field is outside what any template offers.
+    """
+
+    num_heads: int
+    num_value_heads: int
+    head_dim_k: int = 128
+    head_dim_v: int = 128
+    dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    state_v_first: bool = False
+    arch: str = "sm90"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arch", get_arch(self.arch).name)
+        _require(self.num_heads >= 1, "num_heads >= 1", f"num_heads={self.num_heads}", "pass the number of q/k heads.")
+        _require(
+            self.num_value_heads >= 1 and self.num_value_heads % self.num_heads == 0,
+            "num_value_heads % num_heads == 0",
+            f"num_value_heads={self.num_value_heads}, num_heads={self.num_heads}",
+            "repeat q and k heads until the ratio is whole.",
+        )
+        for name in ("head_dim_k", "head_dim_v"):
+            value = getattr(self, name)
+            _require(value in HEAD_DIMS, f"{name} in {HEAD_DIMS}", f"{name}={value}", "pad with zeros to the next one.")
+        _require(self.dtype in DTYPES, f"dtype in {DTYPES}", f"dtype={self.dtype!r}", "cast q, k and v.")
+        _require(
+            self.state_dtype in STATE_DTYPES,
+            f"state_dtype in {STATE_DTYPES}",
+            f"state_dtype={self.state_dtype!r}",
+            "keep the state in float32.",
+        )
+
+    @property
+    def group_size(self) -> int:
+        """Value heads per query/key head."""
+        return self.num_value_heads // self.num_heads
+
+    def problem(self, kernel: str, chunk_size: int = 64) -> Problem:
+        """The key of one kernel of this operator."""
+        chosen = {name: getattr(self, name) for name in KERNEL_FIELDS[kernel]}
+        return Problem(kernel=kernel, arch=self.arch, chunk_size=chunk_size, **chosen)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one kernel is specialised on: a kernel name, an arch, a chunk size, and the fields it depends on."""
+
+    kernel: str
+    arch: str
+    chunk_size: int = 64
+    dtype: str | None = None
+    head_dim_k: int | None = None
+    head_dim_v: int | None = None
+    num_heads: int | None = None
+    num_value_heads: int | None = None
+    state_dtype: str | None = None
+    state_v_first: bool | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.kernel in KERNEL_FIELDS, f"kernel in {KERNELS}", f"kernel={self.kernel!r}", "name one of them.")
+        _require(
+            self.chunk_size in CHUNK_SIZES,
+            f"chunk_size in {CHUNK_SIZES}",
+            f"chunk_size={self.chunk_size}",
+            "use 64, or 32 on cards with little shared memory.",
+        )
+
+    @property
+    def group_size(self) -> int:
+        """Value heads per query/key head."""
+        return self.num_value_heads // self.num_heads
+
+    def as_dict(self) -> dict:
+        """Plain values, for canonical JSON; None for what the kernel does not depend on."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> Problem:
+        """Inverse of `as_dict`; refuses unknown names."""
+        unknown = set(values) - {f.name for f in fields(cls)}
+        _require(not unknown, "only known problem fields", f"{sorted(unknown)}", "the row was written by a newer version.")
+        return cls(**values)

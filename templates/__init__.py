@@ -1,0 +1,1 @@
+"""Kernel templates: one module per kernel and architecture family, each with a `TEMPLATE`."""
