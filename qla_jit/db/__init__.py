@@ -1,0 +1,23 @@
+"""Tuning database: every trial, the best rows, and the lookup that the runtime uses.
+
+Import order inside: records, schema, store, jsonl, lookup, layers.  Imports neither TileLang nor Optuna.
+"""
+
+from .layers import Database, open_db
+from .lookup import Match, TuningWarning
+from .records import ALL_WORKLOADS, STATUSES, BestRow, Environment, Times, Trial
+from .store import Store
+
+__all__ = [
+    "ALL_WORKLOADS",
+    "STATUSES",
+    "BestRow",
+    "Database",
+    "Environment",
+    "Match",
+    "Store",
+    "Times",
+    "Trial",
+    "TuningWarning",
+    "open_db",
+]

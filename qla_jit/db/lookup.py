@@ -1,0 +1,151 @@
+"""Which schedule answers a problem, and how it is known: `choose` returns a `Match` and never searches or measures.
+
+Order: an exact row, an exact row of an older template (``stale``), the nearest row by heads, the template's default.
+Everything but the head counts must match: kernel, arch, chunk size, dtypes, head dims, state layout.  A row is used
+only if its schedule is feasible for what is asked, so a row of another shape cannot select a kernel that cannot run.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from .. import registry
+from ..config import Problem
+from ..errors import ConfigError
+from ..resources import is_feasible
+from ..schedule import Schedule
+from .records import ALL_WORKLOADS, BestRow
+
+#: Rows farther than this are not used: 4 is, for example, a quarter of both head counts.
+MAX_DISTANCE = 4.0
+KINDS = ("exact", "stale", "nearest", "default")
+
+
+class TuningWarning(UserWarning):
+    """A tuned row was used although a better answer can be had by tuning."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A schedule and where it came from.
+
+    kind: one of `KINDS`.  layer: ``user``, ``shipped``, or None for the default.  distance: Σ |Δ log2 heads|.
+    stale: the row was measured with an older source of its template.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    kind: str
+    layer: str | None = None
+    row: BestRow | None = None
+    distance: float = 0.0
+    stale: bool = False
+
+    def __str__(self) -> str:
+        if self.row is None:
+            return f"default of {self.schedule.template} (nothing tuned within distance {MAX_DISTANCE:g})"
+        parts = [f"{self.kind} row of the {self.layer} database"]
+        if self.distance:
+            parts.append(f"distance {self.distance:.2f} ({heads_of(self.row.problem)} for {heads_of(self.problem)})")
+        if self.stale and self.kind != "stale":
+            parts.append("template changed since")
+        parts.append(f"workload {self.row.workload}, {self.row.median_us:.1f} us over {self.row.trials} trials")
+        if self.row.gain is not None:
+            parts.append(f"{self.row.gain:.2f}x the default")
+        return ", ".join([*parts, str(self.row.environment)])
+
+
+def heads_of(problem: Problem) -> str:
+    """``H:HV``, with the value heads alone where the kernel knows no others."""
+    return f"{problem.num_heads or problem.num_value_heads}:{problem.num_value_heads}"
+
+
+def family(problem: Problem) -> Problem:
+    """The part of a problem that must match exactly."""
+    return replace(problem, num_heads=None, num_value_heads=None)
+
+
+def distance(a: Problem, b: Problem) -> float:
+    """Σ |Δ log2| over the head counts; infinite where one problem has a count that the other lacks."""
+    total = 0.0
+    for x, y in ((a.num_heads, b.num_heads), (a.num_value_heads, b.num_value_heads)):
+        if (x is None) != (y is None):
+            return math.inf
+        if x is not None:
+            total += abs(math.log2(x / y))
+    return total
+
+
+def choose(problem: Problem, rows: Iterable[tuple[str, BestRow]], workload: str | None = None) -> Match:
+    """The best answer for a problem among (layer, row), the user's layer first.
+
+    workload: prefer rows measured on it; otherwise rows over all workloads come first, then those of most trials.
+    Raises UnsupportedError when no template answers the problem at all.
+    """
+    found = [_match(problem, layer, row) for layer, row in rows if family(row.problem) == family(problem)]
+    found = [m for m in found if m is not None and m.distance <= MAX_DISTANCE]
+    for match in sorted(found, key=lambda m: _preference(m, workload)):
+        if is_feasible(problem, match.schedule):
+            return match
+    return Match(problem, registry.select(problem).default(problem), "default")
+
+
+def _match(problem: Problem, layer: str, row: BestRow) -> Match | None:
+    try:
+        stale = registry.digest(row.schedule.template) != row.template_digest
+    except ConfigError:  # the row's template is not part of this version: no answer for us
+        return None
+    apart = distance(problem, row.problem)
+    kind = "nearest" if apart else "stale" if stale else "exact"
+    return Match(problem, row.schedule, kind, layer, row, apart, stale)
+
+
+def _preference(match: Match, workload: str | None) -> tuple:
+    row = match.row
+    return (
+        match.distance,
+        match.stale,
+        match.layer != "user",
+        row.workload != workload if workload else row.workload != ALL_WORKLOADS,
+        row.workload != ALL_WORKLOADS,
+        -row.trials,
+        row.workload,
+        heads_of(row.problem),
+    )
+
+
+def command(problem: Problem) -> str:
+    """The qla-tune command that measures a problem here."""
+    parts = ["qla-tune", "--arch", problem.arch, "--kernels", problem.kernel, "--heads", heads_of(problem)]
+    if problem.head_dim_k:
+        both = {problem.head_dim_k, problem.head_dim_v or problem.head_dim_k}
+        parts += ["--head-dim", str(problem.head_dim_k) if len(both) == 1 else f"{problem.head_dim_k}:{problem.head_dim_v}"]
+    if problem.dtype not in (None, "bfloat16"):
+        parts += ["--dtype", problem.dtype]
+    if problem.state_dtype not in (None, "float32"):
+        parts += ["--state-dtype", problem.state_dtype]
+    if problem.state_v_first:
+        parts.append("--state-v-first")
+    if problem.chunk_size != 64:
+        parts += ["--chunk-size", str(problem.chunk_size)]
+    return " ".join(parts)
+
+
+_warned: set[tuple] = set()
+
+
+def warn_if_stale(match: Match) -> None:
+    """One warning per (problem, row digest): what was used, and the command that measures it again."""
+    key = (match.problem, match.row and match.row.template_digest)
+    if match.stale and key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f"the tuned schedule {match.schedule} for {match.problem.kernel}, heads {heads_of(match.problem)} was "
+            f"measured with an older source of its template and is used anyway; measure it again: "
+            f"{command(match.problem)}",
+            TuningWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,257 @@
+"""The rows of a tuning database: `Environment`, `Trial`, `BestRow`, and their plain (JSON) forms.
+
+Frozen, validated on construction, free of NaN, so that one record has one canonical text and one digest on every
+machine.  Raises DatabaseError for a record that breaks its own invariants.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+
+from ..config import Problem
+from ..errors import ConfigError, DatabaseError
+from ..schedule import Schedule
+from ..spec import sha256
+
+STATUSES = (
+    "ok",
+    "infeasible",
+    "compile_error",
+    "compile_timeout",
+    "launch_error",
+    "run_timeout",
+    "wrong",
+    "nonfinite",
+    "crashed",
+    "duplicate",
+)
+PHASES = ("search", "final")
+#: The `BestRow.workload` of the schedule that is best on the geometric mean over all workloads of its sweep.
+ALL_WORKLOADS = "*"
+
+
+def _require(condition: bool, invariant: str, got: str, remedy: str) -> None:
+    if not condition:
+        raise DatabaseError(f"`{invariant}` must hold, but got {got}; {remedy}")
+
+
+def _as_floats(record, *names: str) -> None:
+    """SQLite gives 1.0 back for 1, and the two have different canonical texts."""
+    for name in names:
+        value = getattr(record, name)
+        if value is not None:
+            object.__setattr__(record, name, float(value))
+
+
+def problem_body(problem: Problem) -> dict:
+    """Plain form of a problem without the fields its kernel ignores, so that a later field leaves old ids alone."""
+    return {name: value for name, value in problem.as_dict().items() if value is not None}
+
+
+def short_id(body: Mapping) -> str:
+    """Key of a plain record: the first 16 hex digits of its canonical JSON's sha256."""
+    return sha256(body)[:16]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a time was measured with: card, SM count, driver, CUDA, TileLang and torch versions."""
+
+    gpu: str
+    arch: str
+    sm_count: int
+    driver: str
+    cuda: str
+    tilelang: str
+    torch: str
+
+    @property
+    def id(self) -> str:
+        return short_id(asdict(self))
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Environment:
+        return cls(**_known(cls, values))
+
+    def __str__(self) -> str:
+        return f"{self.gpu} ({self.arch}), driver {self.driver}, CUDA {self.cuda}, TileLang {self.tilelang}"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where a trial's wall time went, in seconds; `overhead_s` is what the other four do not explain."""
+
+    compile_s: float = 0.0
+    verify_s: float = 0.0
+    measure_s: float = 0.0
+    search_s: float = 0.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _as_floats(self, *(f.name for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One attempt to run one schedule: what was tried, how it ended and why, and what it cost.
+
+    samples_us: every timing taken, in order.  error: relative error against the float64 reference.
+    phase: ``search``, or ``final`` for the interleaved race that decides the best row.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    workload: str
+    template_digest: str
+    environment: Environment
+    status: str
+    reason: str = ""
+    phase: str = "search"
+    samples_us: tuple[float, ...] = ()
+    error: float | None = None
+    registers: int | None = None
+    smem_bytes: int | None = None
+    local_bytes: int | None = None
+    times: Times = field(default_factory=Times)
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        _as_floats(self, "error")
+        object.__setattr__(self, "samples_us", tuple(map(float, self.samples_us)))
+        _require(self.status in STATUSES, f"status in {STATUSES}", f"{self.status!r}", "the row may be newer.")
+        _require(self.phase in PHASES, f"phase in {PHASES}", f"{self.phase!r}", "the row may be newer.")
+        _require(
+            bool(self.samples_us) == (self.status == "ok"),
+            "samples_us if and only if status is ok",
+            f"status={self.status!r} with {len(self.samples_us)} samples",
+            "store what was measured.",
+        )
+        _require(
+            self.status == "ok" or bool(self.reason),
+            "a reason for every status but ok",
+            f"status={self.status!r} without one",
+            "say what went wrong.",
+        )
+        numbers = (*self.samples_us, *asdict(self.times).values(), 0.0 if self.error is None else self.error)
+        _require(all(map(math.isfinite, numbers)), "finite numbers", f"{numbers}", "use status nonfinite and no error.")
+
+    @property
+    def median_us(self) -> float | None:
+        return statistics.median(self.samples_us) if self.samples_us else None
+
+    @property
+    def iqr_us(self) -> float | None:
+        if len(self.samples_us) < 2:
+            return 0.0 if self.samples_us else None
+        low, _, high = statistics.quantiles(self.samples_us, n=4, method="inclusive")
+        return high - low
+
+    def as_dict(self) -> dict:
+        """Plain form; the environment is named by its id."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values.update(
+            problem=problem_body(self.problem),
+            schedule=self.schedule.as_dict(),
+            environment=self.environment.id,
+            samples_us=list(self.samples_us),
+            times=asdict(self.times),
+        )
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping, environments: Mapping[str, Environment]) -> Trial:
+        values = _known(cls, values)
+        return cls(
+            **{
+                **values,
+                "problem": Problem.from_dict(values["problem"]),
+                "schedule": Schedule.from_dict(values["schedule"]),
+                "environment": _environment(values["environment"], environments),
+                "samples_us": tuple(values.get("samples_us", ())),
+                "times": Times(**values.get("times", {})),
+            }
+        )
+
+    @property
+    def uid(self) -> str:
+        """Digest of the whole record: importing the same trial twice stores it once."""
+        return short_id(self.as_dict())
+
+
+@dataclass(frozen=True)
+class BestRow:
+    """The winner for (problem, workload), and what it was measured against.
+
+    median_us, default_median_us: from the same interleaved race (geometric means over workloads where workload is
+    `ALL_WORKLOADS`).  trials: attempts of the sweep that chose it.
+    """
+
+    problem: Problem
+    workload: str
+    schedule: Schedule
+    median_us: float
+    default_median_us: float | None
+    template_digest: str
+    environment: Environment
+    trials: int
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        _as_floats(self, "median_us", "default_median_us")
+        times = (self.median_us, self.default_median_us or 1.0)
+        _require(all(math.isfinite(t) and t > 0 for t in times), "positive finite medians", f"{times}", "measure it again.")
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster than the template's default schedule; None where the default could not run."""
+        return None if self.default_median_us is None else self.default_median_us / self.median_us
+
+    def as_dict(self) -> dict:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values.update(
+            problem=problem_body(self.problem), schedule=self.schedule.as_dict(), environment=self.environment.id
+        )
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping, environments: Mapping[str, Environment]) -> BestRow:
+        values = _known(cls, values)
+        return cls(
+            **{
+                **values,
+                "problem": Problem.from_dict(values["problem"]),
+                "schedule": Schedule.from_dict(values["schedule"]),
+                "environment": _environment(values["environment"], environments),
+            }
+        )
+
+
+def _environment(key: str, environments: Mapping[str, Environment]) -> Environment:
+    _require(key in environments, "every row's environment is stored", f"{key!r}", "take a complete export.")
+    return environments[key]
+
+
+def _known(cls, values: Mapping) -> dict:
+    names = {f.name for f in fields(cls)}
+    required = {f.name for f in fields(cls) if f.default is f.default_factory}  # both MISSING: no default
+    _require(
+        required <= set(values) <= names,
+        f"fields of a {cls.__name__}",
+        f"missing {sorted(required - set(values))}, unknown {sorted(set(values) - names)}",
+        "the record was written by another version; upgrade qla-jit.",
+    )
+    return dict(values)
+
+
+def parse(make, *arguments):
+    """Call a ``from_dict`` and report whatever is malformed in its input as DatabaseError."""
+    try:
+        return make(*arguments)
+    except (ConfigError, KeyError, TypeError, AttributeError) as error:
+        raise DatabaseError(f"a well-formed record must be given, but got {error!r}; export it again.") from error
