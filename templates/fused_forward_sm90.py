@@ -1,0 +1,394 @@
+"""Fused forward of one (sequence, value head) on Hopper: state recurrence and output, warp-specialised.
+
+Two-step form of MATH.md (6)-(9), with Ã = A' diag(β) from `kkt_inverse` and Y = V − diag(γ) K S:
+
+    B = tril(Q Kᵀ) Ã      X = diag(γ_C/γ) Ãᵀ K                       (independent of S, made ahead by `operands`)
+    O = scale (diag(γ) Q S + (B∘Γ) Y)      S ← γ_C S + Xᵀ Y          (two dependent products per chunk, `state`)
+
+The state is kept transposed, Sᵀ [d_v, d_k] in fp32 accumulators, 64 rows of d_v per state group, so that an
+accumulator is, after rounding, the register operand of the next product.
+
+| role      | warps     | per chunk, in order                                  | waits on            | signals             |
+| --------- | --------- | ---------------------------------------------------- | ------------------- | ------------------- |
+| load      | 1         | TMA K, Q; Ã; V                                       | kq/a/v_free         | kq/a/v_full         |
+| gates     | 1         | g → γ, scale·γ, γ_C/γ                                | kq_free             | kq_full             |
+| store     | 1 per 64 d_v | O tile to device memory (TMA; masked rows at a tail) | o_full            | o_free              |
+| operands  | 4         | Q Kᵀ → P; B = P Ã, ∘Γ → smem; X = Ãᵀ K, ·γ_C/γ → smem | kq/a_full, xb_free  | xb_full, kq/a_free  |
+| state × n | 4 each    | K S, Q S → Y → Xᵀ Y, B Y → O tile                    | kq/v/xb_full, o_free | kq/v/xb_free, o_full |
+
+Stages: K, Q and gates `stages_kq`; Ã, V, X and B two each (`stages_xb` for X, B); O one per state group.
+"""
+
+from qla_jit.config import Problem
+from qla_jit.schedule import Parameter, Role, Rule, Schedule
+from qla_jit.template import SharedBuffer, Template, Work
+
+from .fragments_sm90 import FRAGMENTS_CUDA
+
+NAME = "fused_forward_sm90"
+STAGES_A = 2
+STAGES_V = 2
+
+PARAMETERS = (
+    Parameter("dv_split", (1, 2), 1, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
+    Parameter("stages_kq", (2, 3), 3, "K, Q and gate stages; three let `operands` run a chunk ahead"),
+    Parameter("stages_xb", (1, 2), 2, "X and B stages between `operands` and `state`"),
+    Parameter("query_product", ("early", "late"), "early", "Q S issued with K S, or after Y is known"),
+    Parameter("load_registers", (24, 32, 40), 24, "registers per thread of load, gates and store"),
+    Parameter("operand_registers", (96, 104, 112, 152, 168), 104, "registers per thread of the operands group"),
+    Parameter("state_registers", (176, 184, 192, 232, 240), 192, "registers per thread of each state group"),
+)
+
+
+def dv_tile(problem: Problem, schedule: Schedule) -> int:
+    """Columns of d_v that one CTA owns."""
+    return problem.head_dim_v // schedule["dv_split"]
+
+
+def state_groups(problem: Problem, schedule: Schedule) -> int:
+    """Warp groups that hold the state, 64 rows of d_v each."""
+    return dv_tile(problem, schedule) // 64
+
+
+def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
+    groups = state_groups(problem, schedule)
+    load = Role("load", 4, schedule["load_registers"], "warp 0 TMA loads, warp 1 gates, warps 2.. O stores")
+    operands = Role("operands", 4, schedule["operand_registers"], "Q Kt, B and X, ahead of the state")
+    state = tuple(
+        Role(f"state{w}", 4, schedule["state_registers"], f"rows {64 * w}..{64 * w + 63} of St") for w in range(groups)
+    )
+    return (*state, operands, load)
+
+
+def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
+    c, dk, dv = problem.chunk_size, problem.head_dim_k, dv_tile(problem, schedule)
+    kq, xb = schedule["stages_kq"], schedule["stages_xb"]
+    return (
+        SharedBuffer("k", kq * c * dk, 2),
+        SharedBuffer("q", kq * c * dk, 2),
+        SharedBuffer("a", STAGES_A * c * c, 2),
+        SharedBuffer("v", STAGES_V * c * dv, 2),
+        SharedBuffer("x", xb * c * dk, 2),
+        SharedBuffer("b", xb * c * c, 2),
+        SharedBuffer("o", c * dv, 2),
+        SharedBuffer("gates", kq * 4 * c, 4),
+    )
+
+
+def barriers(problem: Problem, schedule: Schedule) -> int:
+    """mbarriers of a CTA: full and free of each ring."""
+    rings = schedule["stages_kq"] + STAGES_A + STAGES_V + schedule["stages_xb"]
+    return 2 * (rings + state_groups(problem, schedule))
+
+
+def work(problem: Problem, schedule: Schedule) -> Work:
+    c, dk, dv = problem.chunk_size, problem.head_dim_k, problem.head_dim_v
+    split = schedule["dv_split"]
+    state = 2 * c * dk * dv * 3 + 2 * c * c * dv  # K S, Q S, Xt Y, B Y
+    operands = split * (2 * c * c * dk * 2 + 2 * c**3)  # Q Kt, X, B
+    read = 2 * c * dv + split * (2 * 2 * c * dk // problem.group_size + 2 * c * c + 4 * c)
+    return Work(flops=state + operands, bytes_read=read, bytes_written=2 * c * dv)
+
+
+def _launch_registers(threads: int) -> int:
+    """Registers per thread the launch reserves: the register file over all threads, in steps of eight."""
+    return min(65536 // threads // 8 * 8, 255 // 8 * 8)
+
+
+def _registers_fit(problem: Problem, schedule: Schedule, arch) -> str | None:
+    table = roles(problem, schedule)
+    pool = len(table) * _launch_registers(sum(r.threads for r in table))
+    asked = sum(r.registers for r in table)
+    if asked > pool:
+        return f"warp groups ask for {asked} registers per lane in all, the launch reserves {pool}"
+    return None
+
+
+RULES = (
+    Rule("chunk_is_one_wgmma_tile", lambda p, s, a: None if p.chunk_size == 64 else f"chunk_size={p.chunk_size}, WGMMA rows are 64"),
+    Rule(
+        "dv_tile_is_whole_groups",
+        lambda p, s, a: None if dv_tile(p, s) % 64 == 0 else f"head_dim_v / dv_split = {dv_tile(p, s)} is no multiple of 64",
+    ),
+    Rule("warp_groups_fit_the_launch", _registers_fit),
+    Rule(
+        "late_query_needs_no_wide_state",
+        lambda p, s, a: None
+        if s["query_product"] == "early" or s["state_registers"] <= 192
+        else f"query_product=late saves registers; state_registers={s['state_registers']} would waste them",
+    ),
+)
+
+
+def adapt(problem: Problem, schedule: Schedule) -> Schedule:
+    """One state group leaves registers over: give them to it and to `operands`."""
+    if state_groups(problem, schedule) == 1:
+        return schedule.replace(operand_registers=168, state_registers=240, load_registers=40)
+    return schedule
+
+
+def unsupported(problem: Problem) -> str | None:
+    return None if problem.chunk_size == 64 else f"chunk_size={problem.chunk_size} (WGMMA tiles have 64 rows)"
+
+
+def prim_func(problem: Problem, schedule: Schedule):
+    """The TileLang kernel; arguments are listed in `qla_jit.launch`."""
+    import tilelang  # no postponed annotations in this module: T.prim_func evaluates them
+    import tilelang.language as T
+
+    C, DK, DV = problem.chunk_size, problem.head_dim_k, problem.head_dim_v
+    H, HV, GROUP = problem.num_heads, problem.num_value_heads, problem.group_size
+    DVT, GROUPS, SPLIT = dv_tile(problem, schedule), state_groups(problem, schedule), schedule["dv_split"]
+    KQ, XB, NA, NV = schedule["stages_kq"], schedule["stages_xb"], STAGES_A, STAGES_V
+    late_query = schedule["query_product"] == "late"
+    dtype, state_dtype = problem.dtype, problem.state_dtype
+    v_first = problem.state_v_first
+    state_shape = (DV, DK) if v_first else (DK, DV)
+    consumers = 128 * GROUPS
+    threads = consumers + 256
+    first_aux, first_load = consumers, consumers + 128
+    rows = T.GemmWarpPolicy.FullRow
+
+    num_tokens = T.dynamic("num_tokens")
+    num_slots = T.dynamic("num_slots")
+    num_bounds = T.dynamic("num_bounds")
+    num_initial = T.dynamic("num_initial")
+    num_final = T.dynamic("num_final")
+
+    @T.macro
+    def load_state(state, initial, seq, head, dv0):
+        if v_first:
+            for r, c in T.Parallel(64, DK):
+                state[r, c] = T.cast(initial[seq, head, dv0 + r, c], "float32")
+        else:
+            for r, c in T.Parallel(64, DK):
+                state[r, c] = T.cast(initial[seq, head, c, dv0 + r], "float32")
+
+    @T.macro
+    def save_state(state, final, seq, head, dv0):
+        if v_first:
+            for r, c in T.Parallel(64, DK):
+                final[seq, head, dv0 + r, c] = T.cast(state[r, c], state_dtype)
+        else:
+            for r, c in T.Parallel(64, DK):
+                final[seq, head, c, dv0 + r] = T.cast(state[r, c], state_dtype)
+
+    @T.macro
+    def run_state(w, chunks, length, seq, head, dv0, has_initial, has_final, initial, final,
+                  k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
+                  kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free):  # fmt: skip
+        state = T.alloc_fragment((64, DK), "float32")
+        state_op = T.alloc_fragment((64, DK), dtype)
+        y = T.alloc_fragment((64, C), "float32")
+        y_op = T.alloc_fragment((64, C), dtype)
+        out = T.alloc_fragment((64, C), "float32")
+        warp_row = w * 64 + ((T.get_thread_binding() // 32) % 4) * 16
+        if has_initial != 0:
+            load_state(state, initial, seq, head, dv0 + w * 64)
+        else:
+            T.clear(state)
+        for i in T.serial(chunks):
+            kq, va, xb = i % KQ, i % NV, i % XB
+            T.barrier_wait(kq_full[kq], (i // KQ) % 2)
+            T.copy(state, state_op)
+            T.wgmma_gemm(state_op, k_s[kq, :, :], y, transpose_B=True, clear_accum=True, policy=rows)  # (K S)ᵀ
+            if not late_query:
+                T.wgmma_gemm(state_op, q_s[kq, :, :], out, transpose_B=True, clear_accum=True, policy=rows)  # (Q S)ᵀ
+            for r, c in T.Parallel(64, DK):
+                state[r, c] *= gamma[kq, C - 1]
+            T.barrier_wait(v_full[va], (i // NV) % 2)
+            T.wait_wgmma(0 if late_query else 1)
+            T.call_extern(
+                "handle", "qla::subtract_from_values", y.data, T.access_ptr(v_s[va, 0, 0], "r"),
+                T.access_ptr(gamma[kq, 0], "r"), warp_row, length - i * C,
+            )  # fmt: skip
+            T.copy(y, y_op)
+            T.barrier_wait(xb_full[xb], (i // XB) % 2)
+            if late_query:
+                T.wgmma_gemm(state_op, q_s[kq, :, :], out, transpose_B=True, clear_accum=True, policy=rows)
+            T.wgmma_gemm(y_op, x_s[xb, :, :], state, clear_accum=False, policy=rows)  # += Yᵀ X
+            T.wait_wgmma(1)
+            for r, c in T.Parallel(64, C):
+                out[r, c] *= gamma_q[kq, c]
+            T.wgmma_gemm(y_op, b_s[xb, :, :], out, transpose_B=True, clear_accum=False, policy=rows)  # += Yᵀ Bᵀ
+            T.wait_wgmma(0)
+            T.barrier_arrive(kq_free[kq])
+            T.barrier_arrive(v_free[va])
+            T.barrier_arrive(xb_free[xb])
+            T.barrier_wait(o_free[w], (i + 1) % 2)
+            T.call_extern("handle", "qla::store_transposed", out.data, T.access_ptr(o_s[w, 0, 0], "w"), warp_row - w * 64)
+            T.fence_proxy_async()
+            T.barrier_arrive(o_full[w])
+        if has_final != 0:
+            save_state(state, final, seq, head, dv0 + w * 64)
+
+    @T.macro
+    def run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, tail,
+                     kq_full, kq_free, a_full, a_free, xb_full, xb_free):  # fmt: skip
+        qk = T.alloc_fragment((C, C), "float32")
+        p_op = T.alloc_fragment((C, C), dtype)
+        b = T.alloc_fragment((C, C), "float32")
+        x_left = T.alloc_fragment((C, 64), "float32")  # X by halves of 64 columns: 32 accumulators instead of 64 live
+        x_right = T.alloc_fragment((C, 64), "float32")
+        for i in T.serial(chunks):
+            kq, aa, xb = i % KQ, i % NA, i % XB
+            T.barrier_wait(kq_full[kq], (i // KQ) % 2)
+            T.wgmma_gemm(q_s[kq, :, :], k_s[kq, :, :], qk, transpose_B=True, clear_accum=True, policy=rows)
+            T.wait_wgmma(0)
+            for r, c in T.Parallel(C, C):
+                p_op[r, c] = T.if_then_else(r >= c, qk[r, c], 0.0)
+            if length - i * C < C:  # rows of the next sequence: 0 · NaN would reach X
+                T.call_extern("handle", "qla::clear_rows", T.access_ptr(k_s[kq, 0, 0], "rw"), DK, length - i * C)
+                T.fence_proxy_async()
+                T.sync_threads(2, 128)
+            T.barrier_wait(a_full[aa], (i // NA) % 2)
+            T.barrier_wait(xb_free[xb], (i // XB + 1) % 2)
+            T.wgmma_gemm(p_op, a_s[aa, :, :], b, clear_accum=True, policy=rows)
+            T.wait_wgmma(0)
+            T.wgmma_gemm(a_s[aa, :, :], k_s[kq, :, 0:64], x_left, transpose_A=True, clear_accum=True, policy=rows)
+            for r, c in T.Parallel(C, C):
+                b[r, c] *= T.if_then_else(r >= c, T.exp2(log_gamma[kq, r] - log_gamma[kq, c]) * scale, 0.0)
+            T.copy(b, b_s[xb, :, :])
+            if DK == 128:
+                T.wgmma_gemm(a_s[aa, :, :], k_s[kq, :, 64:128], x_right, transpose_A=True, clear_accum=True, policy=rows)
+                T.wait_wgmma(1)
+            else:
+                T.wait_wgmma(0)
+            for r, c in T.Parallel(C, 64):
+                x_left[r, c] *= tail[kq, r]
+            T.copy(x_left, x_s[xb, :, 0:64])
+            if DK == 128:
+                T.wait_wgmma(0)
+                for r, c in T.Parallel(C, 64):
+                    x_right[r, c] *= tail[kq, r]
+                T.copy(x_right, x_s[xb, :, 64:128])
+            T.fence_proxy_async()
+            T.barrier_arrive(xb_full[xb])
+            T.barrier_arrive(kq_free[kq])
+            T.barrier_arrive(a_free[aa])
+
+    @T.macro
+    def run_store(w, chunks, length, token0, head, dv0, o_s, o, o_full, o_free):
+        for i in T.serial(chunks):
+            T.barrier_wait(o_full[w], i % 2)
+            if length - i * C >= C:
+                T.copy(o_s[w, :, :], o[token0 + i * C : token0 + i * C + C, head, dv0 + w * 64 : dv0 + w * 64 + 64])
+            else:
+                T.call_extern(
+                    "handle", "qla::store_rows", T.access_ptr(o_s[w, 0, 0], "r"),
+                    T.access_ptr(o[token0 + i * C, head, dv0 + w * 64], "w"), HV * DV, length - i * C,
+                )  # fmt: skip
+            T.barrier_arrive(o_free[w])
+
+    @T.prim_func
+    def fused_forward(
+        q: T.Tensor((num_tokens, H, DK), dtype),
+        k: T.Tensor((num_tokens, H, DK), dtype),
+        v: T.Tensor((num_tokens, HV, DV), dtype),
+        a: T.Tensor((num_slots, HV, C, C), dtype),
+        log_gates: T.Tensor((num_slots, HV, C), "float32"),
+        bounds: T.Tensor((num_bounds,), "int32"),
+        initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
+        final: T.Tensor((num_final, HV, *state_shape), state_dtype),
+        o: T.Tensor((num_tokens, HV, DV), dtype),
+        scale: T.float32,
+        has_initial: T.int32,
+        has_final: T.int32,
+    ):
+        with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=threads, prelude=FRAGMENTS_CUDA) as block:
+            k_s = T.alloc_shared((KQ, C, DK), dtype)
+            q_s = T.alloc_shared((KQ, C, DK), dtype)
+            a_s = T.alloc_shared((NA, C, C), dtype)
+            v_s = T.alloc_shared((NV, C, DVT), dtype)
+            x_s = T.alloc_shared((XB, C, DK), dtype)
+            b_s = T.alloc_shared((XB, C, C), dtype)
+            o_s = T.alloc_shared((GROUPS, C, 64), dtype)
+            log_gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
+            gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
+            gamma_q = T.alloc_shared((KQ, C), "float32", scope="shared")
+            tail = T.alloc_shared((KQ, C), "float32", scope="shared")
+            T.annotate_layout({tile: tilelang.layout.make_full_bank_swizzled_layout(tile) for tile in (v_s, o_s)})
+            kq_full = T.alloc_barrier(arrive_count=[64] * KQ)
+            kq_free = T.alloc_barrier(arrive_count=[consumers + 128] * KQ)
+            a_full = T.alloc_barrier(arrive_count=[32] * NA)
+            a_free = T.alloc_barrier(arrive_count=[128] * NA)
+            v_full = T.alloc_barrier(arrive_count=[32] * NV)
+            v_free = T.alloc_barrier(arrive_count=[consumers] * NV)
+            xb_full = T.alloc_barrier(arrive_count=[128] * XB)
+            xb_free = T.alloc_barrier(arrive_count=[consumers] * XB)
+            o_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
+            o_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
+
+            seq = block // (HV * SPLIT)
+            head = block % (HV * SPLIT) // SPLIT
+            dv0 = block % SPLIT * DVT
+            token0 = bounds[seq]
+            length = bounds[seq + 1] - token0
+            chunks = T.ceildiv(length, C)
+            slot0 = token0 // C + seq
+            tx = T.get_thread_binding()
+            if tx < 128:
+                T.set_max_nreg(schedule["state_registers"], 1)
+                run_state(0, chunks, length, seq, head, dv0, has_initial, has_final, initial, final,
+                          k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
+                          kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
+            elif GROUPS == 2 and tx < 256:
+                T.set_max_nreg(schedule["state_registers"], 1)
+                run_state(1, chunks, length, seq, head, dv0, has_initial, has_final, initial, final,
+                          k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
+                          kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
+            elif tx < first_load:
+                T.set_max_nreg(schedule["operand_registers"], 0)
+                run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, tail,
+                             kq_full, kq_free, a_full, a_free, xb_full, xb_free)  # fmt: skip
+            else:
+                T.set_max_nreg(schedule["load_registers"], 0)
+                if tx < first_load + 32:
+                    for i in T.serial(chunks):
+                        kq, aa, va = i % KQ, i % NA, i % NV
+                        first = token0 + i * C
+                        T.barrier_wait(kq_free[kq], (i // KQ + 1) % 2)
+                        T.tma_copy(k[first : first + C, head // GROUP, :], k_s[kq, :, :], barrier=kq_full[kq])
+                        T.tma_copy(q[first : first + C, head // GROUP, :], q_s[kq, :, :], barrier=kq_full[kq])
+                        T.barrier_arrive(kq_full[kq])
+                        T.barrier_wait(a_free[aa], (i // NA + 1) % 2)
+                        T.tma_copy(a[slot0 + i, head, :, :], a_s[aa, :, :], barrier=a_full[aa])
+                        T.barrier_arrive(a_full[aa])
+                        T.barrier_wait(v_free[va], (i // NV + 1) % 2)
+                        T.tma_copy(v[first : first + C, head, dv0 : dv0 + DVT], v_s[va, :, :], barrier=v_full[va])
+                        T.barrier_arrive(v_full[va])
+                elif tx < first_load + 64:
+                    for i in T.serial(chunks):
+                        kq = i % KQ
+                        T.barrier_wait(kq_free[kq], (i // KQ + 1) % 2)
+                        for c in T.Parallel(C):
+                            log_gamma[kq, c] = log_gates[slot0 + i, head, c]
+                            gamma[kq, c] = T.exp2(log_gates[slot0 + i, head, c])
+                            gamma_q[kq, c] = T.exp2(log_gates[slot0 + i, head, c]) * scale
+                            tail[kq, c] = T.exp2(log_gates[slot0 + i, head, C - 1] - log_gates[slot0 + i, head, c])
+                        T.barrier_arrive(kq_full[kq])
+                elif tx < first_load + 96:
+                    run_store(0, chunks, length, token0, head, dv0, o_s, o, o_full, o_free)
+                elif GROUPS == 2:
+                    run_store(1, chunks, length, token0, head, dv0, o_s, o, o_full, o_free)
+
+    return fused_forward
+
+
+TEMPLATE = Template(
+    kernel="fused_forward",
+    name=NAME,
+    archs=("sm90",),
+    preferred=("sm90",),
+    parameters=PARAMETERS,
+    rules=RULES,
+    roles=roles,
+    buffers=buffers,
+    barriers=barriers,
+    work=work,
+    prim_func=prim_func,
+    sources=("fused_forward_sm90.py", "fragments_sm90.py"),
+    unsupported=unsupported,
+    adapt=adapt,
+    pass_configs={"TL_DISABLE_THREAD_STORAGE_SYNC": True, "TL_ENABLE_FAST_MATH": True},
+)
