@@ -1,0 +1,92 @@
+"""From a validated call on CUDA tensors to the compiled operator that answers it.
+
+Operators are compiled once per (config, device kind) and kept; cumulative lengths are turned into int32 on the device
+once per content.  Nothing here reads the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+
+import torch
+
+from .arch import detect
+from .config import OpConfig
+from .op import CompiledOp, compile
+from .validate import Call
+
+_MAX_CACHED_BOUNDS = 256
+_bounds: OrderedDict[tuple, torch.Tensor] = OrderedDict()
+
+
+@functools.cache
+def _arch_name(device_index: int) -> str:
+    return detect(device_index).name
+
+
+@functools.cache
+def compiled(config: OpConfig) -> CompiledOp:
+    """The operator of a config with the default database and store, compiled at first use."""
+    return compile(config)
+
+
+@functools.cache
+def _config(heads: int, value_heads: int, dim_k: int, dim_v: int, dtype, state_dtype, v_first: bool, device: int) -> OpConfig:
+    names = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+    return OpConfig(heads, value_heads, dim_k, dim_v, names[dtype], names[state_dtype], v_first, _arch_name(device))
+
+
+def config_of(call: Call) -> OpConfig:
+    """The `OpConfig` that a call needs; every kernel it can launch follows from it."""
+    return _config(
+        call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v, call.dtype, call.state_dtype,
+        call.state_v_first, call.device.index or 0,
+    )  # fmt: skip
+
+
+def forward_cuda(call: Call, q, k, v, g, beta, initial_state, out) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a validated call; tensors are ``[B, T, ...]`` and contiguous, g and beta fp32."""
+    op = compiled(config_of(call))
+    bounds = _device_bounds(call)
+    if initial_state is not None and not initial_state.is_contiguous():
+        initial_state = initial_state.contiguous()
+    o, final = op(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), g.flatten(0, 1), beta.flatten(0, 1), bounds, call.scale,
+        initial_state, call.output_final_state, None if out is None else out.flatten(0, 1),
+    )  # fmt: skip
+    covered = call.cu_host[-1] if call.cu_host is not None else 0
+    if covered < o.shape[0]:
+        _clear_padding(o, bounds, call.cu_host)
+    return (o.view(v.shape) if out is None else out), final
+
+
+def _clear_padding(o: torch.Tensor, bounds: torch.Tensor, cu_host: tuple[int, ...] | None) -> None:
+    """Rows past the last sequence are 0; where the host does not know their number, a mask on the device decides."""
+    if cu_host is not None:
+        o[cu_host[-1] :].zero_()
+    else:
+        o.masked_fill_((torch.arange(o.shape[0], device=o.device) >= bounds[-1])[:, None, None], 0)
+
+
+def _device_bounds(call: Call) -> torch.Tensor:
+    """Cumulative lengths as int32 on the call's device."""
+    given = call.cu_seqlens
+    if given is not None and given.dtype == torch.int32 and given.is_contiguous():
+        return given
+    if call.cu_host is None:
+        return given.to(torch.int32)
+    key = (call.cu_host, call.device)
+    found = _bounds.get(key)
+    if found is not None:
+        _bounds.move_to_end(key)
+        return found
+    if given is not None:
+        made = given.to(torch.int32)
+    else:
+        made = torch.arange(call.batch + 1, dtype=torch.int32, device=call.device) * call.num_tokens
+    if not torch.cuda.is_current_stream_capturing():  # memory of a graph's pool must not outlive the graph
+        _bounds[key] = made
+        if len(_bounds) > _MAX_CACHED_BOUNDS:
+            _bounds.popitem(last=False)
+    return made

@@ -1,0 +1,160 @@
+"""One kernel alone: seeded data on the device, a launch, and its error against float64.  Used by the tuner and tests.
+
+Inputs of a kernel that are another kernel's outputs come from the float64 reference, rounded once, so an error found
+here is the kernel's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from . import launch
+from .config import Problem
+from .errors import ConfigError
+from .numerics import GPU_TOLERANCE, make_inputs, relative_error
+from .ragged import chunk_slots
+from .reference import fused_forward_reference, gate_scan_reference, kkt_inverse_reference
+
+SCAN_TOLERANCE = 1e-5  # fp32 sums of 64 numbers
+
+
+@dataclass
+class Case:
+    """A kernel's arguments by name and what its outputs should be.
+
+    tensors: every argument, outputs included.  wanted: float64 reference per output, made at first need.
+    owned: slots that a chunk owns; the others hold unspecified data.
+    """
+
+    problem: Problem
+    tensors: dict[str, object]
+    reference: Callable[[], dict[str, torch.Tensor]]
+    owned: torch.Tensor
+    tolerance: float
+    _wanted: dict[str, torch.Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def arguments(self) -> list:
+        """In the kernel's order."""
+        return [self.tensors[name] for name in launch.ARGUMENTS[self.problem.kernel]]
+
+    @property
+    def wanted(self) -> dict[str, torch.Tensor]:
+        """Float64 reference of every output."""
+        if self._wanted is None:
+            self._wanted = self.reference()
+        return self._wanted
+
+    def launch(self, kernel: Callable[..., None]) -> None:
+        """Run the kernel once on torch's current stream."""
+        kernel(*self.arguments)
+
+    def poison(self) -> None:
+        """Fill every output with NaN, so that what a kernel does not write is seen."""
+        for name in launch.OUTPUTS[self.problem.kernel]:
+            self.tensors[name].fill_(float("nan"))
+
+    def refill(self, other: Case) -> None:
+        """Take the data and the reference of another case of equal shapes, keeping this case's addresses."""
+        for name, value in other.tensors.items():
+            if isinstance(value, torch.Tensor):
+                self.tensors[name].copy_(value)
+        self.reference, self._wanted = (lambda: other.wanted), None
+
+    def error(self) -> float:
+        """Largest relative error over the outputs; inf if any is not finite."""
+        worst = 0.0
+        for name, want in self.wanted.items():
+            got = self.tensors[name]
+            if name in ("a", "log_gates"):
+                got, want = got[self.owned], want[self.owned]
+            worst = max(worst, relative_error(got, want))
+        return worst
+
+
+def make_case(
+    problem: Problem,
+    lengths: Sequence[int],
+    seed: int,
+    device: str | torch.device = "cuda",
+    gates: str = "bench",
+    key_correlation: float = 0.0,
+) -> Case:
+    """A case of one kernel on sequences of ``lengths`` tokens; see `numerics.make_inputs` for the data."""
+    try:
+        make = _MAKERS[problem.kernel]
+    except KeyError:
+        raise ConfigError(f"`kernel in {tuple(_MAKERS)}` must hold, but got {problem.kernel!r}.") from None
+    inputs = make_inputs(
+        lengths,
+        problem.num_heads or problem.num_value_heads,
+        problem.num_value_heads,
+        problem.head_dim_k or 64,
+        problem.head_dim_v or 64,
+        dtype=launch.torch_dtype(problem.dtype or "bfloat16"),
+        device=device,
+        seed=seed,
+        gates=gates,
+        key_correlation=key_correlation,
+        draw_on=device,
+    )
+    slots = [slot for slot, _, _ in chunk_slots(inputs.cu_host, problem.chunk_size)]
+    owned = torch.tensor(slots, dtype=torch.int64, device=device)
+    return make(problem, inputs, owned)
+
+
+def _kkt_inverse_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
+    k, beta, bounds = inputs.k[0], inputs.beta[0], inputs.cu_seqlens
+    shape = launch.inverse_shape(problem, k.shape[0], len(inputs.cu_host) - 1)
+    a = torch.empty(shape, dtype=k.dtype, device=k.device)
+
+    def reference():
+        return {"a": kkt_inverse_reference(inputs.k, inputs.beta, inputs.cu_host, problem.chunk_size)}
+
+    return Case(problem, {"k": k, "beta": beta, "bounds": bounds, "a": a}, reference, owned, GPU_TOLERANCE[k.dtype])
+
+
+def _gate_scan_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
+    g = inputs.g[0]
+    shape = launch.inverse_shape(problem, g.shape[0], len(inputs.cu_host) - 1)[:3]
+    log_gates = torch.empty(shape, dtype=torch.float32, device=g.device)
+
+    def reference():
+        return {"log_gates": gate_scan_reference(inputs.g, inputs.cu_host, problem.chunk_size)}
+
+    return Case(problem, {"g": g, "bounds": inputs.cu_seqlens, "log_gates": log_gates}, reference, owned, SCAN_TOLERANCE)
+
+
+def _fused_forward_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
+    q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
+    state_dtype = launch.torch_dtype(problem.state_dtype)
+    initial = inputs.initial_state.mT if problem.state_v_first else inputs.initial_state
+    initial = initial.to(state_dtype).contiguous()
+    nan = float("nan")
+    a = torch.full(launch.inverse_shape(problem, k.shape[0], len(inputs.cu_host) - 1), nan, dtype=k.dtype, device=k.device)
+    a[owned] = kkt_inverse_reference(inputs.k, inputs.beta, inputs.cu_host, problem.chunk_size)[owned].to(a.dtype)
+    log_gates = torch.full(a.shape[:3], nan, dtype=torch.float32, device=k.device)
+    log_gates[owned] = gate_scan_reference(inputs.g, inputs.cu_host, problem.chunk_size)[owned].float()
+
+    def reference():
+        o, final = fused_forward_reference(
+            *inputs.tokens, inputs.scale, initial, inputs.cu_host, bool(problem.state_v_first), problem.chunk_size
+        )
+        return {"o": o[0], "final": final}
+
+    tensors = {
+        "q": q, "k": k, "v": v, "a": a, "log_gates": log_gates, "bounds": inputs.cu_seqlens, "initial": initial,
+        "final": torch.empty_like(initial), "o": torch.empty_like(v), "scale": inputs.scale,
+        "has_initial": 1, "has_final": 1,
+    }  # fmt: skip
+    return Case(problem, tensors, reference, owned, GPU_TOLERANCE[k.dtype])
+
+
+_MAKERS = {
+    "kkt_inverse": _kkt_inverse_case,
+    "gate_scan": _gate_scan_case,
+    "fused_forward": _fused_forward_case,
+}

@@ -1,0 +1,45 @@
+"""The argument lists of the kernels, and the per-chunk workspace that passes between them.
+
+Every template of a kernel takes these arguments in this order; tokens of all sequences are laid end to end:
+
+| kernel          | inputs                                              | outputs                                    |
+| --------------- | --------------------------------------------------- | ------------------------------------------ |
+| `kkt_inverse`   | k [T, H, K], beta [T, HV], bounds [N + 1]           | a [slots, HV, C, C]                        |
+| `gate_scan`     | g [T, HV], bounds                                   | log_gates [slots, HV, C]                   |
+| `fused_forward` | q, k [T, H, K], v [T, HV, V], a, log_gates, bounds, | final [·, HV, K, V], o [T, HV, V]          |
+|                 | initial [·, HV, K, V]                               |                                            |
+
+bounds: cumulative lengths, int32.  g, beta, log_gates: fp32.  `fused_forward` ends with scale (float) and the flags
+has_initial, has_final; where a flag is 0 its state tensor is not touched and may have any number of sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .config import Problem
+from .ragged import num_slots
+
+ARGUMENTS = {
+    "kkt_inverse": ("k", "beta", "bounds", "a"),
+    "gate_scan": ("g", "bounds", "log_gates"),
+    "fused_forward": ("q", "k", "v", "a", "log_gates", "bounds", "initial", "final", "o", "scale", "has_initial", "has_final"),
+}
+OUTPUTS = {"kkt_inverse": ("a",), "gate_scan": ("log_gates",), "fused_forward": ("o", "final")}
+
+
+def inverse_shape(problem: Problem, num_tokens: int, num_sequences: int) -> tuple[int, int, int, int]:
+    """Shape of ``a`` for a batch: [slots, HV, C, C]."""
+    c = problem.chunk_size
+    return num_slots(num_tokens, num_sequences, c), problem.num_value_heads, c, c
+
+
+def state_shape(problem: Problem, num_sequences: int) -> tuple[int, int, int, int]:
+    """Shape of ``initial`` and ``final`` in the problem's layout."""
+    dims = (problem.head_dim_k, problem.head_dim_v)
+    return (num_sequences, problem.num_value_heads, *(dims[::-1] if problem.state_v_first else dims))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``torch.bfloat16`` for "bfloat16", and so on."""
+    return getattr(torch, name)

@@ -1,0 +1,162 @@
+"""`compile(OpConfig) -> CompiledOp`: look the schedules up, build or load the kernels, and run them in order.
+
+The choice is a pure function of the config and the databases: never a search, never a device query.  Kernels come from
+the artifact store; what is missing is built at `compile` time, or refused in strict mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import build, env, launch, runtime
+from .artifacts import Artifact, ArtifactStore
+from .config import CHUNK_SIZES, KERNELS, OpConfig
+from .db import Database, Match, open_db
+from .errors import KernelMissingError, UnsupportedError
+from .schedule import Schedule
+from .spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel ready to launch: its spec, how the schedule was chosen, its artifact and its entry."""
+
+    spec: KernelSpec
+    match: Match | None
+    artifact: Artifact
+    entry: Callable[..., None]
+
+    @property
+    def report(self) -> dict:
+        """Registers, spills and shared memory as ptxas reported them, and the declared roles."""
+        from .resources import estimate
+
+        roles = estimate(self.spec.problem, self.spec.schedule).roles
+        return {
+            "kernel": self.spec.problem.kernel,
+            "schedule": str(self.spec.schedule),
+            "chosen": str(self.match) if self.match else "given by the caller",
+            **self.artifact.report,
+            "roles": {r.name: {"warps": r.warps, "registers": r.registers} for r in roles},
+        }
+
+
+class CompiledOp:
+    """The operator for one `OpConfig`: callable on CUDA tensors, launches on torch's current stream, never synchronises.
+
+    After the first call it may be captured into a CUDA graph.  Allocates o, the final state and the workspace
+    (``a`` and ``log_gates``) with torch's allocator.
+    """
+
+    def __init__(self, config: OpConfig, chunk_size: int, kernels: dict[str, CompiledKernel]):
+        self.config = config
+        self.chunk_size = chunk_size
+        self.kernels = kernels
+        self._kkt_inverse = kernels["kkt_inverse"].entry
+        self._gate_scan = kernels["gate_scan"].entry
+        self._fused_forward = kernels["fused_forward"].entry
+        self._problem = kernels["fused_forward"].spec.problem
+        self._dtype = launch.torch_dtype(config.dtype)
+        self._state_dtype = launch.torch_dtype(config.state_dtype)
+        self._absent: dict[torch.device, torch.Tensor] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        bounds: torch.Tensor,
+        scale: float | None = None,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the kernels on tokens laid end to end; the arguments are not checked (`chunk_gated_delta_rule` does).
+
+        q, k ``[T, H, K]``, v ``[T, HV, V]`` in the config's dtype; g, beta ``[T, HV]`` fp32; bounds ``[N + 1]`` int32,
+        cumulative lengths on the device; initial_state in the config's layout and state_dtype.  All contiguous.
+        Returns (o ``[T, HV, V]``, final state or None).
+        """
+        tokens, sequences = q.shape[0], bounds.shape[0] - 1
+        shape = launch.inverse_shape(self._problem, tokens, sequences)
+        a = torch.empty(shape, dtype=self._dtype, device=q.device)
+        log_gates = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        if out is None:
+            out = torch.empty_like(v)
+        final = self._absent_state(q.device)
+        if output_final_state:
+            final = torch.empty(
+                launch.state_shape(self._problem, sequences), dtype=self._state_dtype, device=q.device
+            )
+        initial = self._absent_state(q.device) if initial_state is None else initial_state
+        self._kkt_inverse(k, beta, bounds, a)
+        self._gate_scan(g, bounds, log_gates)
+        self._fused_forward(
+            q, k, v, a, log_gates, bounds, initial, final, out, self.config.head_dim_k**-0.5 if scale is None else scale,
+            int(initial_state is not None), int(output_final_state),
+        )  # fmt: skip
+        return out, final if output_final_state else None
+
+    def report(self) -> list[dict]:
+        """One entry per kernel: schedule, why it was chosen, registers per role, spills, shared memory."""
+        return [kernel.report for kernel in self.kernels.values()]
+
+    def _absent_state(self, device: torch.device) -> torch.Tensor:
+        """A tensor to pass where a state is absent; the kernel does not touch it."""
+        if device not in self._absent:
+            self._absent[device] = torch.empty(
+                launch.state_shape(self._problem, 1), dtype=self._state_dtype, device=device
+            )
+        return self._absent[device]
+
+
+def compile(
+    config: OpConfig,
+    db: Database | None = None,
+    store: ArtifactStore | None = None,
+    schedules: dict[str, Schedule] | None = None,
+    strict: bool | None = None,
+) -> CompiledOp:
+    """Choose, build or load the kernels of ``config``.
+
+    db: where tuned rows come from (the user's over the shipped ones by default).  store: where artifacts live.
+    schedules: override the choice per kernel name.  strict: raise KernelMissingError instead of building (default
+    $QLA_STRICT).  Raises UnsupportedError, InfeasibleError, CompilerMissingError, BuildError.
+    """
+    db = open_db() if db is None else db
+    store = ArtifactStore() if store is None else store
+    strict = env.strict() if strict is None else strict
+    chunk_size = _chunk_size(config, db)
+    kernels = {}
+    for name in KERNELS:
+        problem = config.problem(name, chunk_size)
+        match = None if schedules and name in schedules else db.lookup(problem)
+        spec = KernelSpec(problem, match.schedule if match else schedules[name])
+        artifact = store.get(spec, build.flags(spec)) if strict else build.ensure(spec, store)
+        if artifact is None:
+            raise KernelMissingError(
+                f"in strict mode every kernel must be in {store.root}, but {spec} with {spec.schedule} is not; build it "
+                "ahead with qla_jit.compile(config) where nvcc is installed."
+            )
+        kernels[name] = CompiledKernel(spec, match, artifact, runtime.load(artifact))
+    return CompiledOp(config, chunk_size, kernels)
+
+
+def _chunk_size(config: OpConfig, db: Database) -> int:
+    """The chunk size whose tuned kernels are fastest in sum; 64 (or the one that is supported) where nothing is tuned."""
+    totals = {}
+    for chunk_size in reversed(CHUNK_SIZES):
+        try:
+            matches = [db.lookup(config.problem(name, chunk_size)) for name in KERNELS]
+        except UnsupportedError:
+            continue
+        rows = [m.row for m in matches]
+        totals[chunk_size] = sum(r.median_us for r in rows) if all(rows) else float("inf")
+    if not totals:
+        return CHUNK_SIZES[-1]  # lookup there raises the reason
+    return min(totals, key=totals.get)
