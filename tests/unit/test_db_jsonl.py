@@ -1,0 +1,110 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tuning_fakes import best, problem, trial
+
+from qla_jit.db import Store, jsonl
+from qla_jit.db.layers import SOURCE_DIGEST, Database
+from qla_jit.db.records import STATUSES
+from qla_jit.errors import DatabaseError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build_db():
+    spec = importlib.util.spec_from_file_location("build_db", ROOT / "tools" / "build_db.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def records():
+    rows = [best(problem_=problem(h, 64), workload=w) for h in (32, 16) for w in ("8192x4", "*")]
+    return rows, [trial(status=s, created=str(i)) for i, s in enumerate(STATUSES)]
+
+
+def test_export_import_export_is_byte_equal(tmp_path):
+    rows, trials = records()
+    first = Database(tmp_path / "a.sqlite", shipped=False)
+    first.store.add(trials=trials, best=rows)
+    text = first.export_text()
+    second = Database(tmp_path / "b.sqlite", shipped=False)
+    second.import_records(jsonl.loads(text, "text"))
+    second.import_records(jsonl.loads(text, "text"))
+    assert second.export_text() == text
+    assert text.count('"kind":"trial"') == len(trials)
+    assert text.count('"kind":"best"') == len(rows)
+
+
+def test_order_of_insertion_does_not_show_in_an_export():
+    rows, trials = records()
+    assert jsonl.dumps(rows, trials) == jsonl.dumps(rows[::-1], trials[::-1])
+
+
+def test_export_can_leave_trials_and_other_archs_out(tmp_path):
+    database = Database(tmp_path / "a.sqlite", shipped=False)
+    database.store.add(trials=[trial()], best=[best(), best(problem_=problem(arch="sm120"))])
+    text = database.export_text(arch="sm120", trials=False)
+    assert text.count('"kind":"best"') == 1
+    assert '"kind":"trial"' not in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda lines: lines[1:], "line 1"),
+        (lambda lines: [lines[0].replace('"version":1', '"version":2'), *lines[1:]], "upgrade"),
+        (lambda lines: [*lines, '{"kind":"novel"}'], "line 4.*novel"),
+        (lambda lines: [lines[0], lines[2]], "line 2.*environment"),
+        (lambda lines: [lines[0], lines[1].replace("580.1", "999"), lines[2]], "line 2.*digest"),
+        (lambda lines: [*lines[:2], lines[2][:40]], "line 3"),
+        (lambda lines: [*lines[:2], lines[2].replace('"kernel":"fused_forward"', '"kernel":"x"')], "line 3"),
+        (lambda lines: [], "empty"),
+    ],
+)
+def test_damaged_text_is_refused_with_its_line(damage, named):
+    lines = jsonl.dumps([best()]).splitlines()
+    with pytest.raises(DatabaseError, match=named):
+        jsonl.loads("\n".join(damage(lines)), "file")
+
+
+def test_recorder_appends_across_runs_and_names_an_environment_once(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    for created in ("1", "2"):
+        recorder = jsonl.Recorder(path)
+        recorder.add(trial(created=created))
+        recorder.close()
+    assert [t.created for t in jsonl.read(path).trials] == ["1", "2"]
+    assert path.read_text().count('"kind":"environment"') == 1
+    assert path.read_text().count('"kind":"header"') == 1
+
+
+def test_build_db_gives_equal_bytes_whatever_the_order_of_lines(tmp_path):
+    tool = build_db()
+    rows, trials = records()
+    source = tmp_path / "sm90.jsonl"
+    source.write_text(jsonl.dumps(rows, trials))
+    tool.build(source, tmp_path / "one.sqlite")
+    tool.build(source, tmp_path / "two.sqlite")
+    assert (tmp_path / "one.sqlite").read_bytes() == (tmp_path / "two.sqlite").read_bytes()
+    with Store(tmp_path / "one.sqlite", mode="immutable") as store:
+        assert len(store.best_rows("sm90")) == len(rows)
+        assert len(store.trials()) == len(trials)
+        assert store.meta(SOURCE_DIGEST)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.sqlite", "sm90.jsonl", "two.sqlite"]
+
+
+def test_build_db_check_notices_a_changed_row(tmp_path):
+    tool = build_db()
+    source = tmp_path / "sm90.jsonl"
+    source.write_text(jsonl.dumps([best()]))
+    assert tool.main(["--folder", str(tmp_path), "--check"]) == 1
+    assert tool.main(["--folder", str(tmp_path)]) == 0
+    assert tool.main(["--folder", str(tmp_path), "--check"]) == 0
+    source.write_text(jsonl.dumps([best(median=79.0)]))
+    assert tool.main(["--folder", str(tmp_path), "--check"]) == 1
+
+
+def test_shipped_files_in_the_tree_are_valid_and_built():
+    assert build_db().main(["--check"]) == 0

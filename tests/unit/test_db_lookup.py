@@ -1,0 +1,170 @@
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+from tuning_fakes import best, fake_template, point, problem, use_templates
+
+from qla_jit.db import jsonl, layers, lookup
+from qla_jit.db.layers import Database
+from qla_jit.db.lookup import TuningWarning, choose, command, distance
+
+
+@pytest.fixture(autouse=True)
+def templates(monkeypatch):
+    monkeypatch.setattr(lookup, "_warned", set())
+    use_templates(monkeypatch, fake_template())
+
+
+def user(*rows):
+    return [("user", row) for row in rows]
+
+
+def test_exact_row_is_found():
+    match = choose(problem(), user(best()))
+    assert (match.kind, match.layer, match.schedule, match.distance) == ("exact", "user", point(2, 4, "r"), 0.0)
+    assert "1.25x the default" in str(match)
+
+
+def test_nothing_tuned_gives_the_template_default():
+    match = choose(problem(), [])
+    assert (match.kind, match.layer, match.schedule) == ("default", None, point())
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"), [((16, 64), 0.0), ((8, 64), 1.0), ((8, 32), 2.0), ((16, 48), pytest.approx(0.415, abs=1e-3))]
+)
+def test_distance_is_the_sum_of_log2_head_ratios(heads, expected):
+    assert distance(problem(*heads), problem(16, 64)) == expected
+
+
+def test_nearest_row_by_heads_wins():
+    rows = [best(problem_=problem(h, hv), schedule=point(a, 0)) for h, hv, a in ((2, 8, 2), (8, 32, 0), (16, 32, 2))]
+    match = choose(problem(16, 48), user(*rows))
+    assert (match.kind, match.row.problem.num_heads, match.row.problem.num_value_heads) == ("nearest", 16, 32)
+    assert match.distance == pytest.approx(0.585, abs=1e-3)
+
+
+def test_row_beyond_the_distance_limit_is_not_used():
+    assert choose(problem(64, 64), user(best(problem_=problem(8, 32)))).kind == "nearest"
+    assert choose(problem(64, 64), user(best(problem_=problem(4, 32)))).kind == "default"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "float16"},
+        {"head_dim_k": 64},
+        {"head_dim_v": 64},
+        {"state_dtype": "bfloat16"},
+        {"state_v_first": True},
+        {"arch": "sm120"},
+        {"chunk_size": 32},
+    ],
+)
+def test_all_but_heads_must_match_exactly(other):
+    assert choose(problem(), user(best(problem_=problem(**other)))).kind == "default"
+
+
+def test_infeasible_row_is_passed_over_for_the_next():
+    near = best(problem_=problem(16, 32), schedule=point(1, 0))  # a + b is odd
+    far = best(problem_=problem(8, 32))
+    assert choose(problem(), user(near, far)).row == far
+
+
+def test_row_of_a_template_that_is_gone_is_a_miss():
+    gone = best(schedule=point(template="gone"))
+    assert choose(problem(), user(gone)).kind == "default"
+
+
+def test_fresh_shipped_row_beats_a_stale_row_of_the_user():
+    stale, fresh = best(template_digest="old"), best(schedule=point(2, 0))
+    match = choose(problem(), [("user", stale), ("shipped", fresh)])
+    assert (match.kind, match.layer) == ("exact", "shipped")
+
+
+def test_user_row_beats_an_equal_shipped_row():
+    match = choose(problem(), [("shipped", best()), ("user", best(schedule=point(2, 0)))])
+    assert (match.layer, match.schedule) == ("user", point(2, 0))
+
+
+def test_row_over_all_workloads_is_preferred_unless_one_is_named():
+    rows = user(best(workload="8192x4"), best(workload="*", schedule=point(2, 0)), best(workload="1x8192"))
+    assert choose(problem(), rows).row.workload == "*"
+    assert choose(problem(), rows, "1x8192").row.workload == "1x8192"
+    assert choose(problem(), rows, "77x3").row.workload == "*"
+
+
+def test_stale_row_is_used_with_one_warning_that_names_the_command(tmp_path):
+    database = Database(tmp_path / "t.sqlite", shipped=False)
+    database.store.put_best(best(template_digest="old"))
+    with pytest.warns(TuningWarning, match="qla-tune --arch sm90 --kernels fused_forward --heads 16:64 --head-dim 128"):
+        match = database.lookup(problem())
+    assert (match.kind, match.stale, match.schedule) == ("stale", True, point(2, 4, "r"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        database.lookup(problem())
+
+
+def test_command_repeats_what_differs_from_the_defaults():
+    asked = problem(4, 8, head_dim_k=64, dtype="float16", state_dtype="bfloat16", state_v_first=True, chunk_size=32)
+    text = command(asked)
+    assert text.startswith("qla-tune --arch sm90 --kernels fused_forward --heads 4:8 --head-dim 64:128")
+    assert text.endswith("--dtype float16 --state-dtype bfloat16 --state-v-first --chunk-size 32")
+    assert command(problem(4, 8, "gate_scan")) == "qla-tune --arch sm90 --kernels gate_scan --heads 8:8"
+
+
+def test_lookup_sees_rows_that_another_process_stored(tmp_path):
+    reader = Database(tmp_path / "t.sqlite", shipped=False)
+    assert reader.lookup(problem()).kind == "default"
+    with Database(tmp_path / "t.sqlite", shipped=False) as writer:
+        writer.store.put_best(best())
+    assert reader.lookup(problem()).kind == "exact"
+
+
+def test_repeated_lookup_takes_microseconds(tmp_path):
+    database = Database(tmp_path / "t.sqlite", shipped=False)
+    database.store.add(best=[best(problem_=problem(h, h * r)) for h in range(1, 33) for r in (1, 2, 4)])
+    database.lookup(problem())
+    started = time.perf_counter()
+    for _ in range(1000):
+        database.lookup(problem())
+    assert (time.perf_counter() - started) / 1000 < 200e-6
+
+
+def test_user_rows_lie_over_shipped_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers.resources, "files", lambda package: tmp_path)
+    rows = [best(), best(problem_=problem(8, 32), schedule=point(2, 0))]
+    (tmp_path / "sm90.jsonl").write_text(jsonl.dumps(rows))
+    database = Database(tmp_path / "user" / "t.sqlite")
+    assert database.lookup(problem()).layer == "shipped"
+    database.store.put_best(best(schedule=point(0, 2)))
+    assert database.lookup(problem()).schedule == point(0, 2)
+    assert database.lookup(problem(8, 32)).layer == "shipped"
+
+
+def test_built_copy_is_used_only_while_it_matches_the_text(tmp_path, monkeypatch):
+    from test_db_jsonl import build_db
+
+    monkeypatch.setattr(layers.resources, "files", lambda package: tmp_path)
+    source = tmp_path / "sm90.jsonl"
+    source.write_text(jsonl.dumps([best()]))
+    build_db().build(source, tmp_path / "sm90.sqlite")
+    reads = []
+    original = jsonl.loads
+    monkeypatch.setattr(layers.jsonl, "loads", lambda *a: (reads.append(1), original(*a))[1])
+    assert layers.shipped_rows("sm90") == [best()]
+    assert reads == []
+    source.write_text(jsonl.dumps([best(median=70.0)]))
+    assert layers.shipped_rows("sm90") == [best(median=70.0)]
+    assert reads == [1]
+
+
+def test_import_needs_no_tuner_and_no_compiler():
+    code = (
+        "import sys, qla_jit.db; from qla_jit.db import open_db; open_db('/nonexistent/x.sqlite').best_rows('sm90');"
+        "print([m for m in ('optuna', 'tilelang', 'torch', 'sqlite_utils', 'typer', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
