@@ -1,0 +1,5 @@
+"""Offline tuning: enumerate, compile, verify, measure, store.  Nothing here is imported by the runtime.
+
+Import order inside: workload, space, environment, child, channel, compile_child, compile_pool, measure, worker_child,
+worker, evaluate, replay, search, finals, sweep, picture, progress, commands.
+"""

@@ -1,0 +1,168 @@
+"""Verifies and times one kernel on the GPU; runs inside the worker process.
+
+Three seeds guard against a kernel that is right by accident: two before the timing, and one whose data replaces the
+inputs under the very graph that was timed.  Outputs are NaN before each check, so whatever is not written is seen.
+Timing: the launch is captured into a CUDA graph, and before each replay a buffer larger than the L2 cache is
+overwritten, because a layer's weights pass through the cache between two calls of a real model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..config import Problem
+
+FLUSH_BYTES = 256 << 20
+MIN_SAMPLES = 5
+SAMPLING_S = 1.0  # a slow kernel gets fewer samples rather than more time
+#: Checked besides the workload itself: one token, around one chunk, and a tail (MATH.md's edge shapes).
+EDGE_LENGTHS = (1, 63, 64, 65, 130, 257)
+
+
+@dataclass
+class Measurement:
+    """What the worker answers: status and reason, times in µs, the largest relative error seen, seconds spent."""
+
+    status: str = "ok"
+    reason: str = ""
+    samples_us: tuple[float, ...] = ()
+    error: float | None = None
+    verify_s: float = 0.0
+    measure_s: float = 0.0
+
+
+class Bench:
+    """The cases of one (problem, lengths): fresh data per seed, and one set of tensors that kernels run on."""
+
+    def __init__(self, device: str, make_case: Callable | None = None):
+        if make_case is None:
+            from ..harness import make_case
+        self._make_case = make_case
+        self._device = device
+        self._key: object = None
+        self._cases: dict = {}
+        self._flush = None
+
+    def case(self, problem: Problem, lengths: Sequence[int], seed: int | str):
+        """A cached case; another problem or workload frees the previous ones."""
+        if self._key != problem:
+            self._key, self._cases = problem, {}
+        key = (tuple(lengths), seed)
+        if key not in self._cases:
+            self._cases[key] = self._make_case(problem, lengths, 0 if isinstance(seed, str) else seed, self._device)
+        return self._cases[key]
+
+    def forget(self) -> None:
+        """Free all tensors, after running out of memory."""
+        self._key, self._cases, self._flush = None, {}, None
+
+    def flush(self) -> None:
+        import torch
+
+        if self._flush is None:
+            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self._device)
+        self._flush.zero_()
+
+
+def measure(
+    bench: Bench,
+    kernel,
+    problem: Problem,
+    lengths: Sequence[int],
+    seed: int,
+    samples: int,
+    verify: bool,
+    stage: Callable[[str], None],
+) -> Measurement:
+    """Verify (unless it was verified before in this sweep), time, and verify the timed graph on fresh data."""
+    found = Measurement()
+    stage("data")
+    seeds = (seed, seed + 1, seed + 2)
+    data = [bench.case(problem, lengths, s) for s in seeds] if verify else [bench.case(problem, lengths, seed)]
+    arena = bench.case(problem, lengths, "arena")
+    stage("verify")
+    started = time.perf_counter()
+    if verify:
+        edge = bench.case(problem, EDGE_LENGTHS, seed)
+        checks = [("edge lengths", edge, None), (f"seed {seed}", arena, data[0]), (f"seed {seed + 1}", arena, data[1])]
+        for name, case, source in checks:
+            if not _is_right(found, name, case, source, lambda case=case: case.launch(kernel)):
+                found.verify_s = time.perf_counter() - started
+                return found
+    else:
+        arena.refill(data[0])
+    found.verify_s = time.perf_counter() - started
+
+    stage("measure")
+    started = time.perf_counter()
+    graph = _captured(arena, kernel)
+    taken = _timed(bench, graph, samples)
+    found.measure_s = time.perf_counter() - started
+
+    if verify:
+        stage("recheck")
+        started = time.perf_counter()
+        right = _is_right(found, f"graph replay, seed {seed + 2}", arena, data[2], graph.replay)
+        found.verify_s += time.perf_counter() - started
+        if not right:
+            return found
+    found.samples_us = taken
+    return found
+
+
+def _is_right(found: Measurement, name: str, case, source, launch: Callable[[], None]) -> bool:
+    import torch
+
+    if source is not None:
+        case.refill(source)
+    case.poison()
+    launch()
+    torch.cuda.synchronize()
+    error, tolerance = float(case.error()), float(case.tolerance)
+    if not math.isfinite(error):
+        found.status, found.reason, found.error = "nonfinite", f"{name}: output holds NaN or infinity", None
+        return False
+    found.error = max(error, found.error or 0.0)
+    if error > tolerance:
+        found.status, found.reason = "wrong", f"{name}: relative error {error:.3g} > tolerance {tolerance:.3g}"
+        return False
+    return True
+
+
+def _captured(case, kernel):
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # PyTorch wants one ordinary launch on a side stream before a capture
+        case.launch(kernel)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.launch(kernel)
+    torch.cuda.synchronize()
+    return graph
+
+
+def _timed(bench: Bench, graph, samples: int) -> tuple[float, ...]:
+    import torch
+
+    def once() -> tuple:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        bench.flush()
+        start.record()
+        graph.replay()
+        end.record()
+        return start, end
+
+    for _ in range(3):
+        warm = once()
+    torch.cuda.synchronize()
+    one_s = warm[0].elapsed_time(warm[1]) / 1e3
+    count = max(MIN_SAMPLES, min(samples, int(SAMPLING_S / max(one_s, 1e-9))))
+    events = [once() for _ in range(count)]
+    torch.cuda.synchronize()
+    return tuple(round(start.elapsed_time(end) * 1e3, 3) for start, end in events)
