@@ -1,0 +1,137 @@
+"""Float64 references: the token recurrence that defines the operator, its chunk form, and one per kernel.
+
+Written to be obviously right, not fast: loops over tokens (or chunks), vectorised over sequences and heads, on any
+device, differentiable by autograd.  Equation numbers are those of the design notes (MATH.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .ragged import ChunkSteps, chunk_slots, cumulative_lengths, gather_rows, num_slots, restore_order, scatter_rows
+
+LOG2_E = 1.0 / math.log(2.0)
+
+
+def recurrent_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    state_v_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token: ``S ← α (I − β k kᵀ) S + β k vᵀ``, ``o = scale · Sᵀ q``, with ``α = exp(g)``. (1)
+
+    q, k: ``[B, T, H, K]``.  v: ``[B, T, HV, V]``; value head h uses q/k head ``h // (HV // H)``.  g, beta:
+    ``[B, T, HV]``, g in log space.  scale: ``K ** -0.5`` by default.  initial_state: ``[N, HV, K, V]``, or
+    ``[N, HV, V, K]`` with state_v_first; zero if None.  cu_seqlens: host ints; then B = 1, and N = len − 1.
+
+    Returns (o ``[B, T, HV, V]``, final state in the layout asked for), float64.  Rows past ``cu_seqlens[-1]`` are 0.
+    """
+
+    def step(state, q, k, v, g, beta):
+        q, k, v, g, beta = (x[:, 0] for x in (q, k, v, g, beta))
+        old = torch.einsum("nhk,nhkv->nhv", k, state)
+        state = g.exp()[..., None, None] * (state - torch.einsum("nh,nhk,nhv->nhkv", beta, k, old))
+        state = state + torch.einsum("nh,nhk,nhv->nhkv", beta, k, v)
+        return scale * torch.einsum("nhk,nhkv->nhv", q, state)[:, None], state
+
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _run(step, 1, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+
+
+def chunk_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    state_v_first: bool = False,
+    chunk_size: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chunk by chunk (2)-(9), the form the kernels start from; arguments and results as in `recurrent_reference`."""
+
+    def step(state, q, k, v, g, beta):
+        q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))  # [n, HV, C, ...]
+        g = g.cumsum(-1)
+        gamma, last = g.exp()[..., None], g[..., -1:]
+        decay = (g[..., :, None] - g[..., None, :]).tril().exp().tril()
+        lower = (beta[..., None] * (k @ k.mT)).tril(-1) * decay
+        y = beta[..., None] * (v - gamma * (k @ state))
+        u = torch.linalg.solve_triangular(lower, y, upper=False, unitriangular=True)
+        o = scale * (gamma * (q @ state) + ((q @ k.mT) * decay) @ u)
+        state = last.exp()[..., None] * state + ((last - g).exp()[..., None] * k).mT @ u
+        return o.transpose(1, 2), state
+
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _run(step, chunk_size, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+
+
+#: What the fused forward kernel computes, given the outputs of the two kernels below.
+fused_forward_reference = chunk_reference
+
+
+def kkt_inverse_reference(
+    k: torch.Tensor, beta: torch.Tensor, cu_seqlens: Sequence[int] | None = None, chunk_size: int = 64
+) -> torch.Tensor:
+    """``A' diag(β) = (I + tril(diag(β) K Kᵀ, −1))⁻¹ diag(β)`` of every chunk (5).
+
+    k: ``[B, T, H, K]``.  beta: ``[B, T, HV]``.  Returns ``[num_slots, HV, C, C]`` float64 in the slot layout of
+    `ragged`; 0 in rows and columns of absent tokens, and in slots that no chunk owns.
+    """
+    cu = cumulative_lengths(*beta.shape[:2], cu_seqlens)
+    keys = k.flatten(0, 1).double().repeat_interleave(beta.shape[2] // k.shape[2], 1)
+    beta = beta.flatten(0, 1).double()
+    slots = num_slots(beta.shape[0], len(cu) - 1, chunk_size)
+    out = beta.new_zeros(slots, beta.shape[1], chunk_size, chunk_size)
+    for slot, first, end in chunk_slots(cu, chunk_size):
+        kc, bc = keys[first:end].transpose(0, 1), beta[first:end].T  # [HV, c, K], [HV, c]
+        lower = (bc[..., None] * (kc @ kc.mT)).tril(-1)
+        inverse = torch.linalg.solve_triangular(lower, bc.diag_embed(), upper=False, unitriangular=True)
+        out[slot, :, : end - first, : end - first] = inverse
+    return out
+
+
+def gate_scan_reference(g: torch.Tensor, cu_seqlens: Sequence[int] | None = None, chunk_size: int = 64) -> torch.Tensor:
+    """Chunk-local inclusive cumulative sum of g, times log2(e) so that kernels may use exp2 (2).
+
+    g: ``[B, T, HV]`` in log space.  Returns ``[num_slots, HV, C]`` float64 in the slot layout of `ragged`; absent
+    tokens repeat the last present token's value, slots that no chunk owns hold 0.
+    """
+    cu = cumulative_lengths(*g.shape[:2], cu_seqlens)
+    gates = g.flatten(0, 1).double()
+    out = gates.new_zeros(num_slots(gates.shape[0], len(cu) - 1, chunk_size), gates.shape[1], chunk_size)
+    for slot, first, end in chunk_slots(cu, chunk_size):
+        total = gates[first:end].cumsum(0).T * LOG2_E
+        out[slot, :, : end - first] = total
+        out[slot, :, end - first :] = total[:, -1:]
+    return out
+
+
+def _run(step, chunk_size, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first):
+    """Walk the chunks of all sequences with `step`, on float64 rows with q and k repeated to the value heads."""
+    batch, tokens, heads, dim_v = v.shape
+    group = heads // q.shape[2]
+    cu = cumulative_lengths(batch, tokens, cu_seqlens)
+    steps = ChunkSteps.of(cu, chunk_size, v.device)
+    rows = [x.flatten(0, 1).double() for x in (q, k, v, g, beta)]
+    rows[:2] = (x.repeat_interleave(group, 1) for x in rows[:2])
+    if initial_state is None:
+        state = rows[0].new_zeros(len(cu) - 1, heads, q.shape[-1], dim_v)
+    else:
+        state = initial_state.double().mT if state_v_first else initial_state.double()
+        state = state.index_select(0, torch.tensor(steps.sequences, dtype=torch.int64, device=v.device))
+    outs, final = steps.scan(step, state, *(gather_rows([steps], x)[0] for x in rows))
+    o = scatter_rows([(steps, outs)], batch * tokens, rows[0].new_empty(heads, dim_v))
+    final = restore_order([final], steps.sequences)
+    return o.unflatten(0, (batch, tokens)), final.mT.contiguous() if state_v_first else final
