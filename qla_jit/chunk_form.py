@@ -1,0 +1,128 @@
+"""The chunk form in plain PyTorch: what CPU tensors run, and a fallback on any device.
+
+The two-step form of the kernels (MATH.md, FORWARD.md (26)-(27)): with ``Ã = A' diag(β)`` and ``Y = V − diag(γ) K S``,
+``O = scale (diag(γ) Q S + (tril(Q Kᵀ) Ã ∘ Γ) Y)`` and ``S ← γ_C S + (diag(γ_C/γ) Ãᵀ K)ᵀ Y``.  Every exponential is of a
+difference ≤ 0, so no gate overflows.  Vectorised over sequences and heads; the loop runs over the chunks of the longest
+sequence of a group.  Differentiable by autograd.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .ragged import ChunkSteps, cumulative_lengths, gather_rows, restore_order, scatter_rows
+
+#: State elements of the sequences that run together; other per-step tensors are of the same order.
+_GROUP_ELEMENTS = 1 << 24
+
+
+def chunk_form(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    state_v_first: bool = False,
+    state_dtype: torch.dtype | None = None,
+    chunk_size: int = 64,
+    operand_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gated DeltaNet forward in fp32 (in float64 if q is float64).
+
+    q, k: ``[B, T, H, K]``, k L2-normalised.  v: ``[B, T, HV, V]``, HV a multiple of H.  g (log space, finite), beta:
+    ``[B, T, HV]``.  Any float dtype.  initial_state: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with state_v_first.
+    cu_seqlens: host ints; then B = 1.  operand_dtype: round the operands of every product but K Kᵀ to this dtype, as a
+    kernel of that dtype does; used to set tolerances.
+
+    Returns (o ``[B, T, HV, V]`` in q's dtype, final state in ``state_dtype``, by default the dtype computed in).  Rows
+    of o past ``cu_seqlens[-1]`` are 0.  The caller has validated the arguments.
+    """
+    batch, tokens, heads, dim_v = v.shape
+    dim_k = q.shape[-1]
+    scale = dim_k**-0.5 if scale is None else scale
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    cu = cumulative_lengths(batch, tokens, cu_seqlens)
+    all_steps = [ChunkSteps.of(cu, c, v.device, names) for names, c in _groups(cu, chunk_size, heads * dim_k * dim_v)]
+    order = [n for steps in all_steps for n in steps.sequences]
+    inputs = zip(*(gather_rows(all_steps, x.flatten(0, 1)) for x in (q, k, v, g, beta)))
+
+    def step(state, *chunk):
+        return _chunk(state, *chunk, scale, compute, operand_dtype)
+
+    parts, states = [], []
+    for steps, initial, streams in zip(all_steps, _initial_states(initial_state, order, all_steps), inputs):
+        if initial is None:
+            state = torch.zeros(len(steps.sequences), heads, dim_k, dim_v, dtype=compute, device=v.device)
+        else:
+            state = (initial.mT if state_v_first else initial).to(compute)
+        outs, final = steps.scan(step, state, *streams)
+        parts.append((steps, outs))
+        states.append((final.mT if state_v_first else final).to(state_dtype or compute))
+    o = scatter_rows(parts, batch * tokens, q.new_empty(heads, dim_v)).unflatten(0, (batch, tokens))
+    if not states:
+        shape = (heads, dim_v, dim_k) if state_v_first else (heads, dim_k, dim_v)
+        return o, torch.empty(0, *shape, dtype=state_dtype or compute, device=v.device)
+    return o, restore_order(states, order)
+
+
+def _initial_states(initial_state, order, all_steps):
+    """The initial states of each group, taken at once in the order of the groups; None for each if there are none."""
+    if initial_state is None:
+        return [None] * len(all_steps)
+    rows = initial_state.index_select(0, torch.tensor(order, dtype=torch.int64, device=initial_state.device))
+    return rows.split([len(steps.sequences) for steps in all_steps])
+
+
+def _chunk(state, q, k, v, g, beta, scale, compute, operand_dtype):
+    """One chunk of every sequence of a group: rows ``[n, C, heads, ...]``, state ``[n, HV, K, V]``."""
+
+    def operand(x):
+        return x if operand_dtype is None else x.to(operand_dtype).to(compute)
+
+    group = v.shape[2] // q.shape[2]
+    q, k, v, beta = (x.transpose(1, 2).to(compute) for x in (q, k, v, beta))  # [n, heads, C, ...]
+    # Gates are summed in float64: the difference of two large sums keeps its digits.
+    g = g.transpose(1, 2).double().cumsum(-1)
+    decay = (g[..., :, None] - g[..., None, :]).tril().to(compute).exp().tril()
+    tail = (g[..., -1:] - g).to(compute).exp()[..., None]
+    gamma = g.to(compute).exp()[..., None]
+
+    overlap = (k @ k.mT).repeat_interleave(group, 1)
+    scores = operand((q @ k.mT).tril()).repeat_interleave(group, 1)
+    q, k = (x.repeat_interleave(group, 1) for x in (q, k))
+    lower = (beta[..., None] * overlap).tril(-1)
+    a = operand(torch.linalg.solve_triangular(lower, beta.diag_embed(), upper=False, unitriangular=True))
+    b = operand((scores @ a) * decay)
+    x = operand(tail * (a.mT @ k))
+
+    seen = operand(state)
+    y = operand(v - gamma * (k @ seen))
+    o = scale * (gamma * (q @ seen) + b @ y)
+    return o.transpose(1, 2), gamma[..., -1:, :] * state + x.mT @ y
+
+
+def _groups(cu: Sequence[int], chunk_size: int, state_elements: int) -> Iterator[tuple[list[int], int]]:
+    """Sequences that run together, longest first, and their chunk size: alike in length, within the memory bound.
+
+    Sequences shorter than a chunk get one no longer than twice their length: padding must not multiply the memory that
+    thousands of them need.
+    """
+
+    def chunk_of(n: int) -> int:
+        length, chunk = cu[n + 1] - cu[n], chunk_size
+        while chunk > 1 and chunk // 2 >= length:
+            chunk //= 2
+        return chunk
+
+    limit = max(1, _GROUP_ELEMENTS // state_elements)
+    order = sorted(range(len(cu) - 1), key=lambda n: cu[n] - cu[n + 1])
+    for chunk, alike in itertools.groupby(order, key=chunk_of):
+        alike = list(alike)
+        for first in range(0, len(alike), limit):
+            yield alike[first : first + limit], chunk
