@@ -1,0 +1,174 @@
+"""The public operator, with the signature and the meaning of FLA's `chunk_gated_delta_rule`.
+
+CPU tensors run the fp32 chunk form; CUDA tensors run the kernels (`dispatch`, imported on first use).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+from .argument_checks import check_gate_parameters
+from .chunk_form import chunk_form
+from .errors import GradientError, InputError, UnsupportedError
+from .validate import Call, validate
+
+_L2NORM_EPS = 1e-6  # under the square root, as FLA has it
+_BACKWARDS = ("kernel", "chunk_form")
+_OPTIONS = ("use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", "transpose_state_layout", "head_first")
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | list[int] | tuple[int, ...] | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    auto_cp: bool = True,
+    window: str | float = "exact",
+    state_dtype: torch.dtype | None = None,
+    backward: str = "kernel",
+    out: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated DeltaNet: ``S ← exp(g) (I − β k kᵀ) S + β k vᵀ``, ``o = scale · Sᵀ q``, token by token (MATH.md (1)).
+
+    q, k: ``[B, T, H, K]``; k must be L2-normalised, or use_qk_l2norm_in_kernel set.  v: ``[B, T, HV, V]``, HV a
+    multiple of H.  One dtype: bf16 or fp16 on CUDA (contiguous, K and V 64 or 128), any on the CPU.
+    g: ``[B, T, HV]``, any float dtype, log space, finite and ≤ 0.  beta: ``[B, T, HV]``, any float dtype, in (0, 1).
+    scale: ``K ** -0.5`` if None.
+    initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with state_v_first) in fp32, bf16 or fp16; zero if None.
+    output_final_state: also return the states after the last tokens.  state_dtype: of those; fp32 if None, or bf16.
+    use_qk_l2norm_in_kernel: divide q and k by ``sqrt(Σ x² + 1e-6)``.  use_beta_sigmoid_in_kernel: beta holds logits;
+    with allow_neg_eigval it becomes ``2 · sigmoid(beta)``.
+    cu_seqlens: ``[N + 1]`` int32 or int64 on q's device, cumulative lengths of sequences laid end to end in batch 1.
+    Empty sequences are allowed.  Tokens past ``cu_seqlens[-1]`` are padding: their rows of o are 0.
+    cu_seqlens_cpu: the same numbers on the host.  Without them, one device-to-host copy is made per call (none during a
+    CUDA graph capture, where lengths are then not checked).  On CUDA their agreement is the caller's promise.
+    chunk_indices: accepted for FLA's sake and not needed.  cp_context: must be None.
+    auto_cp: whether long sequences may be split over the card.  No split exists yet, so True changes nothing.
+    window: "exact", or the tolerance (0, 1) to which a split may forget; without splits results are always exact.
+    backward: "kernel", or "chunk_form" to run PyTorch's chunk form on CUDA when a gradient is needed.
+    out: o is written here (``[B, T, HV, V]``, q's dtype, contiguous); not when gradients are needed.
+    Other keywords, as in FLA: use_gate_in_kernel (g becomes ``−exp(A_log) · softplus(g + dt_bias)``) with A_log and
+    dt_bias ``[HV]``; chunk_size 16, 32 or 64, a hint; transpose_state_layout, the deprecated name of state_v_first.
+
+    Returns (o ``[B, T, HV, V]`` in q's dtype, final state or None).
+
+    Raises InputError for malformed arguments, UnsupportedError where nothing implements them, GradientError where a
+    gradient is needed and no kernel computes it, TypeError for unknown keywords.
+    """
+    chunk_size, gate = 64, False
+    if kwargs:
+        state_v_first, chunk_size, gate = _read_options(kwargs, state_v_first)
+    if cp_context is not None:
+        raise UnsupportedError(
+            f"`cp_context is None` must hold, but got {type(cp_context).__name__}; run each sequence on one card."
+        )
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise InputError(
+            "`use_beta_sigmoid_in_kernel` must hold with allow_neg_eigval, but got use_beta_sigmoid_in_kernel=False; "
+            "set it and pass logits, or pass 2 * sigmoid(logits) as beta without either flag."
+        )
+    if backward not in _BACKWARDS:
+        raise InputError(f"`backward in {_BACKWARDS}` must hold, but got backward={backward!r}; name one of them.")
+    call = validate(
+        q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu,
+        state_dtype, chunk_size, auto_cp, window, out,
+    )  # fmt: skip
+
+    if use_qk_l2norm_in_kernel:
+        q, k = _l2norm(q), _l2norm(k)
+    if use_beta_sigmoid_in_kernel:
+        beta = _wide(beta).sigmoid() * 2 if allow_neg_eigval else _wide(beta).sigmoid()
+    if gate:
+        g = _activate_gate(g, kwargs.get("A_log"), kwargs.get("dt_bias"), v)
+
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or g.requires_grad or beta.requires_grad
+        or (initial_state is not None and initial_state.requires_grad)
+    )  # fmt: skip
+    if needs_grad and out is not None:
+        raise GradientError("`out is None` must hold when a gradient is needed; leave it out, or use torch.no_grad().")
+    if not q.is_cuda or call.is_empty:
+        return _run_chunk_form(call, q, k, v, g, beta, initial_state, out)
+    if needs_grad:
+        if backward == "chunk_form":
+            return _run_chunk_form(call, q, k, v, g, beta, initial_state, out)
+        raise GradientError(
+            "no input may require a gradient, for there is no backward kernel yet, but one does; "
+            'pass backward="chunk_form" (slow, PyTorch), or call under torch.no_grad().'
+        )
+    from .dispatch import forward_cuda
+
+    if g.dtype != torch.float32 or not g.is_contiguous():
+        g = g.float().contiguous()
+    if beta.dtype != torch.float32 or not beta.is_contiguous():
+        beta = beta.float().contiguous()
+    if initial_state is not None and initial_state.dtype != call.state_dtype:
+        initial_state = initial_state.to(call.state_dtype)  # only ever widens: `validate` refused the rest
+    return forward_cuda(call, q, k, v, g, beta, initial_state, out)
+
+
+def _run_chunk_form(call: Call, q, k, v, g, beta, initial_state, out):
+    if call.cu_host is None:
+        raise InputError(
+            "`cu_seqlens_cpu is not None` must hold to run the chunk form during a CUDA graph capture, but got None; "
+            "pass the host lengths."
+        )
+    o, final_state = chunk_form(
+        q, k, v, g, beta, call.scale, initial_state, call.cu_host, call.state_v_first, call.state_dtype, call.chunk_size
+    )  # fmt: skip
+    if out is not None:
+        o = out.copy_(o)
+    return o, final_state if call.output_final_state else None
+
+
+def _read_options(kwargs: dict, state_v_first: bool) -> tuple[bool, int, bool]:
+    """(state_v_first, chunk_size, use_gate_in_kernel) from FLA's extra keywords."""
+    unknown = sorted(set(kwargs) - set(_OPTIONS))
+    if unknown:
+        raise TypeError(f"keywords must be known, but got {unknown}; the extra ones are {_OPTIONS[:-1]}.")
+    if "head_first" in kwargs:
+        raise InputError(
+            "`head_first` must be absent, for tensors are always [B, T, H, ...], but it was passed; "
+            "transpose dims 1 and 2 instead."
+        )
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise InputError(
+                "only one of state_v_first and its old name transpose_state_layout may be passed, but got both; "
+                "keep state_v_first."
+            )
+        warnings.warn("transpose_state_layout is deprecated; pass state_v_first.", DeprecationWarning, stacklevel=3)
+        state_v_first = kwargs["transpose_state_layout"]
+    return state_v_first, kwargs.get("chunk_size", 64), bool(kwargs.get("use_gate_in_kernel", False))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _l2norm(x: torch.Tensor) -> torch.Tensor:
+    wide = _wide(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _L2NORM_EPS)).to(x.dtype)
+
+
+def _activate_gate(g, a_log, dt_bias, v) -> torch.Tensor:
+    check_gate_parameters(a_log, dt_bias, v)
+    g = _wide(g)
+    return -_wide(a_log).exp() * F.softplus(g if dt_bias is None else g + dt_bias)
