@@ -31,19 +31,20 @@ def draw(units: Sequence[Unit], path: str | Path, title: str = "") -> Path:
     from matplotlib.figure import Figure
 
     shown = [unit for unit in units if unit.trials] or list(units)[:1]
-    columns = min(COLUMNS, len(shown)) or 1
-    rows = -(-len(shown) // columns) or 1
+    columns = len(shown) if len(shown) <= COLUMNS else 2 if len(shown) == 4 else COLUMNS
+    columns = max(1, columns)
+    rows = max(1, -(-len(shown) // columns))
     figure = Figure(figsize=(5.6 * columns, 3.9 * rows + 0.9), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, unit in zip(axes, shown):
         _panel(axis, unit)
-    for axis in list(axes)[len(shown) :]:
+    for axis in axes[len(shown) :]:
         axis.set_visible(False)
     environment = next((str(t.environment) for unit in shown for t in unit.trials), "")
-    figure.suptitle(title or "qla-tune", fontsize=14, fontweight="bold", color=INK)
-    figure.supxlabel(environment, fontsize=8, color="#6b7280")
-    _legend(figure, shown)
+    heading = f"{title or 'qla-tune'}\n{environment}" if columns > 1 else title or "qla-tune"
+    figure.suptitle(heading, fontsize=12, color=INK)
+    _legend(figure, shown, columns)
     figure.savefig(path)
     return Path(path)
 
@@ -104,7 +105,7 @@ def _title(unit: Unit) -> str:
     return text
 
 
-def _legend(figure, units: Sequence[Unit]) -> None:
+def _legend(figure, units: Sequence[Unit], columns: int) -> None:
     from matplotlib.lines import Line2D
 
     seen = {t.status for unit in units for t in unit.trials}
@@ -118,4 +119,4 @@ def _legend(figure, units: Sequence[Unit]) -> None:
             if s != "ok" and s in seen
         ),
     ]
-    figure.legend(handles=entries, loc="outside upper right", ncols=min(len(entries), 6), fontsize=8, frameon=False)
+    figure.legend(handles=entries, loc="outside lower center", ncols=min(len(entries), 3 * columns), fontsize=8, frameon=False)

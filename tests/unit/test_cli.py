@@ -1,0 +1,140 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from tuning_fakes import FakeEvaluator, best, fake_template, point, problem, use_templates
+
+from qla_jit import cli
+from qla_jit.db import Database, jsonl
+from qla_jit.tune import commands
+from qla_jit.tune.sweep import Plan, run_sweep
+
+BASE = ["--arch", "sm90", "--head-dim", "128", "--heads", "16:64", "--kernels", "fused_forward", "--workload", "8192x4"]
+
+
+@pytest.fixture(autouse=True)
+def templates(monkeypatch, tmp_path):
+    use_templates(monkeypatch, fake_template())
+    monkeypatch.setenv("QLA_DB", str(tmp_path / "user.sqlite"))
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+@pytest.fixture()
+def recording(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    recorder = jsonl.Recorder(path)
+    with Database(tmp_path / "recorded.sqlite", shipped=False) as db:
+        run_sweep(Plan((problem(),), ("8192x4",)), FakeEvaluator({point(1, 1): "crashed"}), db, recorder=recorder)
+    recorder.close()
+    return path
+
+
+def call(*arguments) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(a) for a in arguments])
+    return caught.value.code or 0
+
+
+def test_replayed_run_prints_json_stores_the_row_and_draws(recording, tmp_path, capsys):
+    code = call(*BASE, "--replay", recording, "--json", "--picture", tmp_path / "p.png", "--record", tmp_path / "r.jsonl")
+    out = capsys.readouterr()
+    report = json.loads(out.out)
+    assert code == 0
+    assert report["units"][0]["statuses"] == {"ok": 59, "crashed": 1}
+    assert report["units"][0]["best"]["gain"] == pytest.approx(1.46)
+    assert report["units"][0]["infeasible"] == {"sum_is_even": 60}
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    assert len(jsonl.read(tmp_path / "r.jsonl").trials) == 64
+    assert Database(tmp_path / "user.sqlite", shipped=False).lookup(problem()).schedule == point(2, 4, "r")
+    assert "60 trials" in out.err
+
+
+def test_options_without_a_verb_mean_run(recording, capsys):
+    assert call(*BASE, "--replay", recording) == 0
+    assert call("run", *BASE, "--replay", recording) == 0
+    assert "fused_forward" in capsys.readouterr().out
+
+
+def test_without_gpu_the_error_names_what_works(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "has_gpu", lambda: False)
+    assert call(*BASE, "--budget", "5") == 2
+    err = capsys.readouterr().err
+    assert "--replay" in err and "--compile-only" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--heads", "16"], None),
+        (["--heads", "16:x"], "--heads"),
+        (["--heads", "16:65"], "num_value_heads % num_heads == 0"),
+        (["--head-dim", "96"], "head_dim_k in"),
+        (["--kernels", "fused_forward,novel"], "novel"),
+        (["--workload", "8192y4"], "8192y4"),
+        (["--arch", "sm42"], "sm42"),
+        (["--replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--heads", "8:32"], "must be recorded"),
+    ],
+)
+def test_bad_arguments_state_invariant_and_value(arguments, named, recording, capsys):
+    code = call(*BASE, "--replay", recording, *arguments)
+    err = capsys.readouterr().err
+    assert code == 2
+    assert "Traceback" not in err
+    assert named is None or named in err
+
+
+def test_show_says_where_each_schedule_comes_from(tmp_path, capsys):
+    with Database(tmp_path / "user.sqlite", shipped=False) as db:
+        db.store.put_best(best(problem_=problem(8, 32)))
+    assert call("show", "--heads", "8:32,16:64,1:1", "--kernels", "fused_forward", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(r["kind"], r["distance"]) for r in rows] == [("exact", 0.0), ("nearest", 2.0), ("default", 0.0)]
+    assert call("show", "--heads", "16:64", "--kernels", "fused_forward") == 0
+    assert "nearest row of the user database" in capsys.readouterr().out
+
+
+def test_export_and_import_round_trip(recording, tmp_path, capsys):
+    call(*BASE, "--replay", recording)
+    assert call("export", tmp_path / "a.jsonl") == 0
+    assert call("import", tmp_path / "a.jsonl", "--db", tmp_path / "b.sqlite") == 0
+    assert call("export", tmp_path / "b.jsonl", "--db", tmp_path / "b.sqlite") == 0
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    assert len(jsonl.read(tmp_path / "a.jsonl").trials) == 64
+
+
+def test_database_of_another_program_is_an_error_without_traceback(tmp_path, capsys):
+    (tmp_path / "user.sqlite").write_bytes(b"something else entirely" * 50)
+    assert call("show", "--heads", "16:64", "--kernels", "fused_forward") == 2
+    assert "user.sqlite" in capsys.readouterr().err
+
+
+def test_missing_extra_names_the_command_that_installs_it(monkeypatch, capsys):
+    find = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "optuna" else find(name))
+    assert call("show") == 2
+    assert "optuna" in (err := capsys.readouterr().err) and "pip install 'qla-jit[tune]'" in err
+
+
+def test_sweep_in_which_nothing_runs_fails(tmp_path, monkeypatch, capsys):
+    every = {s: "wrong" for s in (point(a, b, c) for a in range(4) for b in range(5) for c in "pqrstu")}
+    monkeypatch.setattr(commands, "_evaluator", lambda *a: FakeEvaluator(every))
+    assert call(*BASE) == 1
+    assert "no schedule ran" in capsys.readouterr().err
+
+
+def test_interrupted_run_reports_and_exits_130(monkeypatch, capsys):
+    monkeypatch.setattr(commands, "_evaluator", lambda *a: FakeEvaluator(stop_after=9))
+    assert call(*BASE) == 130
+    err = capsys.readouterr().err
+    assert "9 trials" in err and "run the same command again" in err
+
+
+def test_import_of_the_package_and_of_the_entry_point_loads_no_tuner():
+    code = (
+        "import sys, qla_jit, qla_jit.cli;"
+        "print([m for m in ('optuna', 'tilelang', 'typer', 'rich', 'matplotlib', 'sqlite_utils', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
