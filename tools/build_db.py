@@ -19,7 +19,8 @@ from qla_jit.db import Store, jsonl
 from qla_jit.db.layers import SOURCE_DIGEST
 
 FOLDER = Path(__file__).resolve().parent.parent / "tuning_db"
-VERSION_OFFSET = 96  # SQLite stores there which of its releases wrote the file: the only bytes that differ between hosts
+# SQLite stores there which of its releases wrote the file: the only bytes that differ between hosts.
+VERSION_OFFSET = 96
 VERSION = (3037000).to_bytes(4, "big")  # the first release with STRICT tables
 
 
@@ -27,12 +28,11 @@ def build(source: Path, target: Path) -> None:
     """Write target from source and publish it by one rename."""
     text = source.read_bytes()
     records = jsonl.loads(text.decode(), str(source))
-    canonical = jsonl.loads(jsonl.dumps(records.best, records.trials), str(source))
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         draft, packed = Path(folder, "draft.sqlite"), Path(folder, "packed.sqlite")
         with Store(draft) as store:
             store.put_meta(SOURCE_DIGEST, hashlib.sha256(text).hexdigest())
-            store.add(canonical.environments.values(), canonical.trials, canonical.best)
+            store.add(records.environments.values(), records.trials, records.best)
         connection = sqlite3.connect(draft, isolation_level=None)
         connection.execute("PRAGMA page_size = 4096")
         connection.execute("PRAGMA auto_vacuum = NONE")

@@ -121,8 +121,8 @@ def command(problem: Problem) -> str:
     """The qla-tune command that measures a problem here."""
     parts = ["qla-tune", "--arch", problem.arch, "--kernels", problem.kernel, "--heads", heads_of(problem)]
     if problem.head_dim_k:
-        both = {problem.head_dim_k, problem.head_dim_v or problem.head_dim_k}
-        parts += ["--head-dim", str(problem.head_dim_k) if len(both) == 1 else f"{problem.head_dim_k}:{problem.head_dim_v}"]
+        key, value = problem.head_dim_k, problem.head_dim_v or problem.head_dim_k
+        parts += ["--head-dim", str(key) if key == value else f"{key}:{value}"]
     if problem.dtype not in (None, "bfloat16"):
         parts += ["--dtype", problem.dtype]
     if problem.state_dtype not in (None, "float32"):

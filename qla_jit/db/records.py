@@ -205,7 +205,8 @@ class BestRow:
     def __post_init__(self) -> None:
         _as_floats(self, "median_us", "default_median_us")
         times = (self.median_us, self.default_median_us or 1.0)
-        _require(all(math.isfinite(t) and t > 0 for t in times), "positive finite medians", f"{times}", "measure it again.")
+        sound = all(math.isfinite(t) and t > 0 for t in times)
+        _require(sound, "positive finite medians", f"{times}", "measure it again.")
 
     @property
     def gain(self) -> float | None:

@@ -61,8 +61,8 @@ def check(connection: sqlite3.Connection, path: str) -> int:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID and (tables or application or version):
         raise DatabaseError(
-            f"`application_id == {APPLICATION_ID:#x}` must hold, but {path} has {application:#x} and {tables} tables of "
-            f"another program; name another file (--db PATH or QLA_DB)."
+            f"`application_id == {APPLICATION_ID:#x}` must hold, but {path} has {application:#x} and {tables} tables "
+            f"of another program; name another file (--db PATH or QLA_DB)."
         )
     if version > len(MIGRATIONS):
         raise DatabaseError(

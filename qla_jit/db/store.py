@@ -18,7 +18,6 @@ from urllib.parse import quote
 
 from ..config import Problem
 from ..errors import DatabaseError
-from ..schedule import Schedule
 from ..spec import canonical_json
 from . import schema
 from .records import BestRow, Environment, Times, Trial, parse, problem_body, short_id
@@ -26,7 +25,9 @@ from .records import BestRow, Environment, Times, Trial, parse, problem_body, sh
 BUSY_TIMEOUT_S = 30.0
 MODES = {"rw": "mode=rwc", "ro": "mode=ro", "immutable": "mode=ro&immutable=1"}
 
-_TRIAL_COLUMNS = "samples_us, status, reason, phase, workload, template_digest, error, registers, smem_bytes, local_bytes"
+_TRIAL_COLUMNS = (
+    "samples_us, status, reason, phase, workload, template_digest, error, registers, smem_bytes, local_bytes"
+)
 _TIME_COLUMNS = "compile_s, verify_s, measure_s, search_s, overhead_s"
 
 

@@ -58,7 +58,7 @@ def _names(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip()) or allowed
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        raise ConfigError(f"`{option}` must name some of {', '.join(allowed)}, but got {', '.join(unknown)}; remove those.")
+        raise ConfigError(f"`{option}` must be some of {', '.join(allowed)}, but got {', '.join(unknown)}; remove those.")
     return names
 
 
@@ -139,7 +139,8 @@ def _finish(report: Report, db: Database, picture: Path | None, console: Console
     if picture is not None:
         console.print(f"picture: {picture}", highlight=False)
     if report.stopped:
-        console.print(f"stopped early: {report.stopped}; run the same command again to go on.", style="yellow", markup=False)
+        text = f"stopped early: {report.stopped}; run the same command again to go on."
+        console.print(text, style="yellow", markup=False)
     if report.stopped == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
     if report.stopped not in ("", "budget"):

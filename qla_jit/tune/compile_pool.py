@@ -26,8 +26,11 @@ START_S = 120.0  # the first import of TileLang on a machine compiles its byteco
 
 @dataclass(frozen=True)
 class Compiled:
-    """How one compile ended: status ok, infeasible, compile_error, compile_timeout or crashed; where the artifact is, its report
-    (registers, shared memory …) and the digest of its CUDA text, by which equal kernels are recognised."""
+    """How one compile ended.
+
+    status: ok, infeasible, compile_error, compile_timeout or crashed.  path: folder of the artifact.  report:
+    registers, shared memory ….  source_sha256: digest of its CUDA text, by which equal kernels are recognised.
+    """
 
     status: str
     reason: str = ""

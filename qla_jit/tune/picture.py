@@ -119,4 +119,5 @@ def _legend(figure, units: Sequence[Unit], columns: int) -> None:
             if s != "ok" and s in seen
         ),
     ]
-    figure.legend(handles=entries, loc="outside lower center", ncols=min(len(entries), 3 * columns), fontsize=8, frameon=False)
+    width = min(len(entries), 3 * columns)
+    figure.legend(handles=entries, loc="outside lower center", ncols=width, fontsize=8, frameon=False)

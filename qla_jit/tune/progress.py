@@ -48,7 +48,8 @@ class ProgressListener(Listener):
         self._end = None if budget_s is None else time.monotonic() + budget_s
         for problem in dict.fromkeys(unit.problem for unit in units):
             space = next(unit.space for unit in units if unit.problem == problem)
-            rejected = ", ".join(f"{count} {rule}" for rule, count in sorted(space.rejected.items(), key=lambda r: -r[1]))
+            most_first = sorted(space.rejected.items(), key=lambda item: -item[1])
+            rejected = ", ".join(f"{count} {rule}" for rule, count in most_first)
             self.console.print(
                 f"{problem.kernel} {heads_of(problem)}: {len(space.points)} points of {space.total} to try"
                 + (f" (infeasible: {rejected})" if rejected else ""),
@@ -73,8 +74,7 @@ class ProgressListener(Listener):
             parts.append(f"{max(0.0, self._end - time.monotonic()):.0f} s left")
         self._progress.update(self._task, completed=len(unit.trials), state=", ".join(parts))
         if trial.status not in ("ok", "duplicate"):
-            first_line = trial.reason.splitlines()[0][:160]
-            self.console.print(f"  {trial.status}: {trial.schedule}: {first_line}", style="yellow", highlight=False, markup=False)
+            self._failed(trial.status, trial.schedule, trial.reason)
 
     def racing(self, unit: Unit, schedules: Sequence[Schedule]) -> None:
         if self._task is not None and schedules:
@@ -92,8 +92,12 @@ class ProgressListener(Listener):
         report = result.report
         state = f"{spec.problem.kernel}: {result.status}"
         if report:
-            state += f", {report.get('registers')} registers, {report.get('smem_bytes')} B shared, {result.seconds:.1f} s"
+            state += f", {report.get('registers')} registers, {report.get('smem_bytes')} B shared"
         self._progress.advance(self._task)
         self._progress.update(self._task, state=state)
         if result.status != "ok":
-            self.console.print(f"  {result.status}: {spec.schedule}: {result.reason[:160]}", style="yellow", markup=False)
+            self._failed(result.status, spec.schedule, result.reason)
+
+    def _failed(self, status: str, schedule: Schedule, reason: str) -> None:
+        text = f"  {status}: {schedule}: {reason.splitlines()[0][:160]}"
+        self.console.print(text, style="yellow", highlight=False, markup=False)

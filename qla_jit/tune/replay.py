@@ -83,8 +83,8 @@ class ReplayEvaluator:
             return self._trials[problem, workload, schedule, phase]
         except KeyError:
             raise ReplayMissError(
-                f"a trial of {schedule} for {problem.kernel} on {workload} must be recorded, but {self._name} has none; "
-                f"record it on a GPU with --record."
+                f"a trial of {schedule} for {problem.kernel} on {workload} must be recorded, but {self._name} has "
+                f"none; record it on a GPU with --record."
             ) from None
 
     def close(self) -> None:

@@ -85,7 +85,10 @@ class Listener:
 
 @dataclass
 class Report:
-    """How a sweep ended: ``stopped`` is empty when all was tried, else budget, interrupted, or why the worker is lost."""
+    """How a sweep ended.
+
+    stopped: empty when all was tried, else ``budget``, ``interrupted``, or why no worker can be started.
+    """
 
     units: list[Unit]
     overall: list[BestRow] = field(default_factory=list)
@@ -113,11 +116,13 @@ class Sweep:
 
     def _groups(self) -> list[list[Unit]]:
         groups = []
+        for problem in self.plan.problems[:1]:  # compiles while the worker below starts
+            self.evaluator.prepare(problem, [enumerate_space(problem).default])
         for problem in self.plan.problems:
             if not archs_match(problem, self.evaluator.environment.arch):
                 raise ConfigError(
-                    f"`arch == {self.evaluator.environment.arch!r}` must hold to measure on {self.evaluator.environment}, "
-                    f"but got {problem.arch!r}; name the arch of the card, or use --compile-only."
+                    f"`arch == {self.evaluator.environment.arch!r}` must hold to measure on "
+                    f"{self.evaluator.environment}, but got {problem.arch!r}; name the arch of the card, or use --compile-only."
                 )
             space = enumerate_space(problem)
             groups.append([Unit(self.evaluator.space(space, w), w) for w in self.plan.workloads])
@@ -227,7 +232,8 @@ class Sweep:
             if unit.row is not None:
                 self.db.store.put_best(unit.row)
             self.listener.unit_done(unit)
-        overall = overall_row({u.workload: u.final for u in group}, group[0].space.default, sum(len(u.trials) for u in group))
+        races, trials = {unit.workload: unit.final for unit in group}, sum(len(unit.trials) for unit in group)
+        overall = overall_row(races, group[0].space.default, trials)
         if overall is not None:
             self.db.store.put_best(overall)
             report.overall.append(overall)

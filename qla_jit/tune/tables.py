@@ -27,7 +27,7 @@ def _params(schedule) -> str:
 
 def sweep_table(report: Report) -> Table:
     table = Table(title="sweep")
-    for name in ("kernel", "heads", "chunk", "workload", "search", "trials", "default us", "best us", "gain", "schedule"):
+    for name in "kernel,heads,chunk,workload,search,trials,default us,best us,gain,schedule".split(","):
         table.add_column(name, overflow="fold")
     for unit in report.units:
         counts = ", ".join(f"{count} {status}" for status, count in sorted(unit.statuses.items()))

@@ -12,8 +12,8 @@ MAX_TOKENS = 1 << 24
 def _number(text: str, workload: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         raise ConfigError(
-            f"a workload must be `LENGTHxCOUNT`, `1xLENGTH` or `a+b+LENGTH*COUNT` of numbers >= 1, but got {workload!r}; "
-            f"write for example 8192x4, 1x8192 or 4096+1024*4."
+            f"a workload must be `LENGTHxCOUNT`, `1xLENGTH` or `a+b+LENGTH*COUNT` of numbers >= 1, but got "
+            f"{workload!r}; write for example 8192x4, 1x8192 or 4096+1024*4."
         )
     return int(text)
 

@@ -37,7 +37,8 @@ def call(*arguments) -> int:
 
 
 def test_replayed_run_prints_json_stores_the_row_and_draws(recording, tmp_path, capsys):
-    code = call(*BASE, "--replay", recording, "--json", "--picture", tmp_path / "p.png", "--record", tmp_path / "r.jsonl")
+    files = ["--picture", tmp_path / "p.png", "--record", tmp_path / "r.jsonl"]
+    code = call(*BASE, "--replay", recording, "--json", *files)
     out = capsys.readouterr()
     report = json.loads(out.out)
     assert code == 0
@@ -134,7 +135,8 @@ def test_interrupted_run_reports_and_exits_130(monkeypatch, capsys):
 def test_import_of_the_package_and_of_the_entry_point_loads_no_tuner():
     code = (
         "import sys, qla_jit, qla_jit.cli;"
-        "print([m for m in ('optuna', 'tilelang', 'typer', 'rich', 'matplotlib', 'sqlite_utils', 'torch') if m in sys.modules])"
+        "heavy = ('optuna', 'tilelang', 'typer', 'rich', 'matplotlib', 'sqlite_utils', 'torch');"
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

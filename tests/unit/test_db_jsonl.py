@@ -80,7 +80,7 @@ def test_recorder_appends_across_runs_and_names_an_environment_once(tmp_path):
     assert path.read_text().count('"kind":"header"') == 1
 
 
-def test_build_db_gives_equal_bytes_whatever_the_order_of_lines(tmp_path):
+def test_build_db_gives_equal_bytes_and_leaves_nothing_else(tmp_path):
     tool = build_db()
     rows, trials = records()
     source = tmp_path / "sm90.jsonl"

@@ -79,7 +79,8 @@ WORKER = f"""
 
 @pytest.fixture(autouse=True)
 def templates(monkeypatch):
-    use_templates(monkeypatch, fake_template(choices=(tuple(range(4)), tuple(range(5)), ("p", "s", "t", "u", "missing"))))
+    choices = (tuple(range(4)), tuple(range(5)), ("p", "s", "t", "u", "missing"))
+    use_templates(monkeypatch, fake_template(choices=choices))
 
 
 @pytest.fixture()

@@ -109,7 +109,8 @@ def test_lost_worker_stops_with_its_reason_and_keeps_the_trials(db):
     assert len(db.trials()) == 7
 
 
-def test_plan_for_another_arch_is_refused_before_any_trial(db):
+def test_plan_for_another_arch_is_refused_before_any_trial(db, monkeypatch):
+    use_templates(monkeypatch, fake_template(archs=("sm90", "sm120")))
     evaluator = FakeEvaluator()
     with pytest.raises(ConfigError, match="arch == 'sm90'.*sm120"):
         run_sweep(Plan((problem(arch="sm120"),), ("8192x4",)), evaluator, db)
@@ -152,7 +153,8 @@ SWEEP = f"""
     from qla_jit.db import Database
     from qla_jit.tune import sweep
     named = {{"fake": fakes.fake_template()}}
-    registry.templates, registry.digest, sweep.digest = (lambda: named), (lambda n: fakes.DIGEST), (lambda n: fakes.DIGEST)
+    registry.templates = lambda: named
+    registry.digest = sweep.digest = lambda name: fakes.DIGEST
 
     class Printing(sweep.Listener):
         def trial_done(self, unit, trial, queued):
@@ -201,7 +203,8 @@ def test_ctrl_c_stops_cleanly_with_everything_stored(tmp_path):
 
 
 def test_picture_shows_every_panel(db, tmp_path):
-    failing = {point(1, 1, c): status for c, status in zip("pqrst", ("wrong", "crashed", "run_timeout", "ok", "nonfinite"))}
+    statuses = ("wrong", "crashed", "run_timeout", "ok", "nonfinite")
+    failing = {point(1, 1, c): status for c, status in zip("pqrst", statuses)}
     report = run_sweep(Plan((problem(), problem(8, 32)), ("8192x4", "1x8192")), FakeEvaluator(failing), db)
     path = draw(report.units, tmp_path / "sweep.png", "title")
     assert path.read_bytes().startswith(b"\x89PNG")
