@@ -1,6 +1,7 @@
 """From a `KernelSpec` to a shared library: TileLang lowers, nvcc compiles, ptxas' own words are kept.
 
-Needs no GPU.  TileLang is imported here and nowhere else at run time.
+Needs no GPU.  TileLang is imported here and nowhere else at run time.  Builds of several threads do not disturb each
+other, nor TileLang kernels that the same process compiles for itself; they lower in parallel best in processes.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import os
 import re
 import subprocess
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import toolchain
+from . import cubin, toolchain
 from .arch import get_arch
-from .artifacts import LIBRARY, SOURCE, Artifact, ArtifactStore
+from .artifacts import CUBIN, LIBRARY, SOURCE, Artifact, ArtifactStore
 from .errors import BuildError, InfeasibleError
 from .registry import get_template
 from .resources import is_feasible
@@ -30,14 +32,34 @@ def flags(spec: KernelSpec) -> tuple[str, ...]:
     return (*NVCC_FLAGS, *(f"{name}={value}" for name, value in sorted(options.items())))
 
 
+#: Environment variables by which nvcc takes flags that no digest sees.
+HIDDEN_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+CUDA_CALLBACK = "tilelang_callback_cuda_compile"
+
+
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered kernel: device and host IR, CUDA text, and the time it took."""
+    """A lowered kernel: device and host IR, CUDA text, dynamic shared memory, the time it took, and nvcc's cubin
+    (None where the device code was not compiled)."""
 
     artifact: object
     source: str
     smem_bytes: int
     seconds: float
+    cubin: bytes | None = None
+
+
+@dataclass
+class _Run:
+    """What nvcc said and made during one `lower`."""
+
+    log: list[str]
+    cubins: list[bytes] = field(default_factory=list)
+
+
+_current = threading.local()  # .run: the `_Run` of the build this thread is in
+_callback_lock = threading.Lock()
+_callback = None  # the function we registered with TVM
 
 
 def ensure(spec: KernelSpec, store: ArtifactStore | None = None) -> Artifact:
@@ -59,30 +81,43 @@ def build(spec: KernelSpec, store: ArtifactStore) -> Artifact:
             feasible.violations,
         )
     toolchain.current().require()
+    store.prepare()
     log: list[str] = []
     lowered = lower(spec, log)
     with tempfile.TemporaryDirectory(prefix="qla-build-") as folder:
         path = Path(folder) / LIBRARY
         try:
             lowered.artifact.rt_mod.export_library(str(path))
+            library = path.read_bytes()
         except Exception as error:
-            raise BuildError(f"the host stub of {spec} must link, but: {error}", "\n".join(log)) from error
-        files = {LIBRARY: path.read_bytes(), SOURCE: lowered.source.encode()}
-    report = {**ptxas_report("\n".join(log)), "smem_bytes": lowered.smem_bytes, "build_seconds": round(lowered.seconds, 3)}
+            raise BuildError(
+                f"the host stub of {spec} must link, but: {error}; nvcc's host compiler (g++) must be on PATH.", "\n".join(log)
+            ) from error
+    files = {LIBRARY: library, SOURCE: lowered.source.encode(), CUBIN: lowered.cubin}
+    roles = get_template(spec.schedule.template).roles(spec.problem, spec.schedule)
+    report = {
+        **ptxas_report("\n".join(log)),
+        **cubin.report(roles, lowered.cubin),
+        "smem_bytes": lowered.smem_bytes,
+        "build_seconds": round(lowered.seconds, 3),
+    }
     return store.publish(spec, flags(spec), files, report)
 
 
 def lower(spec: KernelSpec, log: list[str] | None = None, compile_device: bool = True) -> Lowered:
-    """Run TileLang's pipeline; with ``compile_device`` also nvcc, whose output is appended to ``log``."""
-    os.environ.setdefault("TILELANG_DISABLE_CACHE", "1")  # our store is the only cache
-    import tilelang
-    from tilelang import tvm
+    """Run TileLang's pipeline; with ``compile_device`` also nvcc, whose output is appended to ``log``.
 
+    Raises BuildError with what TileLang or nvcc said.
+    """
+    tilelang = _import_tilelang()
+    tvm = tilelang.tvm
     template = get_template(spec.schedule.template)
     target = tvm.target.Target({"kind": "cuda", "arch": get_arch(spec.problem.arch).target})
     config = {getattr(tilelang.PassConfigKey, name): value for name, value in template.pass_configs.items()}
+    run = _Run([] if log is None else log)
     began = time.perf_counter()
-    _install_nvcc_callback(log if log is not None else [])
+    _install_nvcc_callback()
+    _current.run = run
     try:
         with tvm.transform.PassContext(opt_level=3, config=config), target:
             function = template.prim_func(spec.problem, spec.schedule)
@@ -92,45 +127,83 @@ def lower(spec: KernelSpec, log: list[str] | None = None, compile_device: bool =
     except BuildError:
         raise
     except Exception as error:
-        said = "\n".join(log or [])
+        said = "\n".join(run.log)
         raise BuildError(f"{spec} with {spec.schedule} must lower for {target}, but: {error}", said) from error
+    finally:
+        _current.run = None
+    if compile_device and len(run.cubins) != 1:
+        raise BuildError(f"{spec} must compile to one cubin, but got {len(run.cubins)}; report this.", "\n".join(run.log))
     dynamic = [f.attrs["dyn_shared_memory_buf"] for f in artifact.device_mod.functions.values() if _has_dynamic(f)]
-    return Lowered(artifact, artifact.kernel_source, int(sum(dynamic)), time.perf_counter() - began)
+    return Lowered(
+        artifact,
+        artifact.kernel_source,
+        int(sum(dynamic)),
+        time.perf_counter() - began,
+        run.cubins[0] if compile_device else None,
+    )
+
+
+def _import_tilelang():
+    try:
+        import tilelang
+    except OSError as error:  # importing it creates its cache folder
+        raise BuildError(f"TileLang must import, but: {error}; set TILELANG_CACHE_DIR to a writable folder.") from error
+    return tilelang
 
 
 def _has_dynamic(function) -> bool:
     return "dyn_shared_memory_buf" in function.attrs
 
 
-def _install_nvcc_callback(log: list[str]) -> None:
-    """TileLang calls this for every kernel; ours keeps ptxas' report and ignores TileLang's own binary cache."""
+def _install_nvcc_callback() -> None:
+    """Make TVM call our nvcc for kernels of this package, and whatever was registered before for all others."""
+    global _callback
     import tvm_ffi
 
-    def compile_cuda(code, target, pass_config=None):
-        fast_math = bool((pass_config or {}).get("tl.enable_fast_math", False))
-        return bytearray(nvcc_cubin(str(code), str(target.attrs["arch"]), log, fast_math))
+    with _callback_lock:
+        previous = tvm_ffi.get_global_func(CUDA_CALLBACK)
+        if _callback is not None and previous.same_as(_callback):
+            return
 
-    tvm_ffi.register_global_func("tilelang_callback_cuda_compile", compile_cuda, override=True)
+        def compile_cuda(code, target, pass_config=None):
+            run = getattr(_current, "run", None)
+            if run is None:
+                return previous(code, target, pass_config)
+            fast_math = bool((pass_config or {}).get("tl.enable_fast_math", False))
+            run.cubins.append(nvcc_cubin(str(code), str(target.attrs["arch"]), run.log, fast_math))
+            return bytearray(run.cubins[-1])
+
+        tvm_ffi.register_global_func(CUDA_CALLBACK, compile_cuda, override=True)
+        _callback = tvm_ffi.get_global_func(CUDA_CALLBACK)
 
 
 def nvcc_cubin(source: str, target: str, log: list[str], fast_math: bool = True) -> bytes:
-    """Compile CUDA text to a cubin for ``target`` (``sm_90a``); BuildError carries nvcc's output."""
+    """Compile CUDA text to a cubin for ``target`` (``sm_90a``).
+
+    Raises BuildError with nvcc's output, CompilerMissingError without nvcc.
+    """
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
+    tools = toolchain.current()
+    tools.require()
     number = target.removeprefix("sm_")
+    environment = {name: value for name, value in os.environ.items() if name not in HIDDEN_FLAGS}
     with tempfile.TemporaryDirectory(prefix="qla-nvcc-") as folder:
-        text, binary = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
-        text.write_text(source)
+        (Path(folder) / SOURCE).write_text(source)
         command = [
-            toolchain.current().nvcc_path, "--cubin", *NVCC_FLAGS, "-gencode", f"arch=compute_{number},code=sm_{number}",
+            tools.nvcc_path, "--cubin", *NVCC_FLAGS, "-gencode", f"arch=compute_{number},code=sm_{number}",
             "--ptxas-options=-v", f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}",
-            *(["--use_fast_math"] if fast_math else []), "-o", str(binary), str(text),
+            *(["--use_fast_math"] if fast_math else []), "-o", CUBIN, SOURCE,
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise BuildError(f"nvcc must start, but: {error}; check {tools.nvcc_path}.", str(error)) from error
         log.append(done.stderr)
         if done.returncode:
-            raise BuildError(f"nvcc must compile the kernel for {target}, but it failed:\n{done.stderr[-2000:]}", done.stderr)
-        return binary.read_bytes()
+            said = "\n".join(re.findall(r".*\b(?:error|fatal)\b.*", done.stderr)) or done.stderr[-2000:]
+            raise BuildError(f"nvcc must compile the kernel for {target}, but it said:\n{said[:2000]}", done.stderr)
+        return (Path(folder) / CUBIN).read_bytes()
 
 
 def ptxas_report(log: str) -> dict:

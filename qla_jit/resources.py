@@ -13,12 +13,16 @@ from .registry import get_template
 from .schedule import Role, Schedule, Violation, check_params
 from .template import Work
 
-SMEM_ALIGNMENT = 1024  # TMA and swizzled WGMMA tiles start on 1 KB
+SMEM_ALIGNMENT = 1024  # TMA and swizzled WGMMA tiles start on 1 KB, so static data before them is padded to it
+BARRIER_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Declared cost of one CTA (shared memory, threads, registers, barriers) and of one chunk of one head (work)."""
+    """Declared cost of one CTA (shared memory, threads, registers, barriers) and of one chunk of one head (work).
+
+    smem_bytes: buffers and mbarriers, without padding.  registers: Σ threads × registers over the roles.
+    """
 
     smem_bytes: int
     threads: int
@@ -26,6 +30,11 @@ class Resources:
     barriers: int
     roles: tuple[Role, ...]
     work: Work
+
+    @property
+    def padded_smem_bytes(self) -> int:
+        """The most shared memory the CTA can take: `smem_bytes` rounded up to SMEM_ALIGNMENT."""
+        return -(-self.smem_bytes // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,12 @@ def estimate(problem: Problem, schedule: Schedule) -> Resources:
     """Resources of a schedule from its template's declarations (bytes; registers over the whole CTA)."""
     template = get_template(schedule.template)
     roles = template.roles(problem, schedule)
+    barriers = template.barriers(problem, schedule)
     return Resources(
-        smem_bytes=sum(b.nbytes for b in template.buffers(problem, schedule)),
+        smem_bytes=sum(b.nbytes for b in template.buffers(problem, schedule)) + BARRIER_BYTES * barriers,
         threads=sum(r.threads for r in roles),
         registers=sum(r.threads * r.registers for r in roles),
-        barriers=template.barriers(problem, schedule),
+        barriers=barriers,
         roles=roles,
         work=template.work(problem, schedule),
     )
@@ -80,10 +90,9 @@ def is_feasible(problem: Problem, schedule: Schedule, arch: str | Arch | None = 
 
 def _card_limits(cost: Resources, arch: Arch) -> list[Violation]:
     found = []
-    if cost.smem_bytes > arch.smem_bytes_per_cta:
-        found.append(
-            Violation("shared_memory_fits_the_cta", f"{cost.smem_bytes} B asked, {arch.smem_bytes_per_cta} B on {arch}")
-        )
+    smem_bytes = cost.padded_smem_bytes
+    if smem_bytes > arch.smem_bytes_per_cta:
+        found.append(Violation("shared_memory_fits_the_cta", f"{smem_bytes} B asked, {arch.smem_bytes_per_cta} B on {arch}"))
     if cost.threads > arch.max_threads_per_cta:
         found.append(Violation("threads_fit_the_cta", f"{cost.threads} asked, {arch.max_threads_per_cta} on {arch}"))
     if cost.registers > arch.registers_per_sm:

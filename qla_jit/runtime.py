@@ -19,7 +19,7 @@ LIBRARIES = ("libtvm_runtime.so", "libtvm_compiler.so", "libtilelang.so")
 
 @functools.cache
 def start() -> None:
-    """Load the runtime libraries into the process, once."""
+    """Load the runtime libraries into the process, once; ToolError if they are not there or do not load."""
     found = importlib.util.find_spec("tilelang")
     if found is None or found.origin is None:
         raise ToolError("the tilelang package must be installed to run kernels, but it is not; pip install tilelang.")
@@ -27,12 +27,23 @@ def start() -> None:
 
     folder = Path(found.origin).parent / "lib"
     for name in LIBRARIES:
-        ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+        try:
+            ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise ToolError(f"TileLang's {name} must load, but: {error}; reinstall tilelang.") from error
 
 
 def load(artifact: Artifact) -> Callable[..., None]:
-    """The kernel's entry: takes tensors and scalars in the order of `qla_jit.launch`, launches on torch's stream."""
+    """The kernel's entry: takes tensors and scalars in the order of `qla_jit.launch`, launches on torch's stream.
+
+    Raises ToolError if the library does not fit the installed runtime.
+    """
     start()
     import tvm_ffi
 
-    return tvm_ffi.load_module(str(artifact.library))["main"]
+    try:
+        return tvm_ffi.load_module(str(artifact.library))["main"]
+    except Exception as error:
+        raise ToolError(
+            f"{artifact.library} must load with the installed TileLang runtime, but: {error}; delete {artifact.path} to rebuild."
+        ) from error

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from .errors import CompilerMissingError
 
+DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
+
 
 @dataclass(frozen=True)
 class Toolchain:
@@ -43,13 +45,16 @@ def _nvcc_path() -> str | None:
     places = [Path(home) / "bin" / "nvcc"] if home else []
     found = shutil.which("nvcc")
     places += [Path(found)] if found else []
-    places.append(Path("/usr/local/cuda/bin/nvcc"))
+    places.append(DEFAULT_NVCC)
     return next((str(p) for p in places if p.is_file() and os.access(p, os.X_OK)), None)
 
 
 @functools.cache
 def _nvcc_version(path: str) -> str | None:
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError:  # not a program for this machine: the same as no nvcc
+        return None
     match = re.search(r"V(\d+\.\d+\.\d+)", said)
     return match.group(1) if match else None
 

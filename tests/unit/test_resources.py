@@ -1,0 +1,193 @@
+"""Every rule and limit is named when it is broken, and every default keeps them all."""
+
+from dataclasses import replace
+
+import pytest
+
+from qla_jit.arch import ARCHS, get_arch
+from qla_jit.config import CHUNK_SIZES, DTYPES, HEAD_DIMS, KERNELS, OpConfig, Problem
+from qla_jit.errors import UnsupportedError
+from qla_jit.registry import candidates, get_template, templates
+from qla_jit.resources import SMEM_ALIGNMENT, estimate, is_feasible
+from qla_jit.schedule import Role, Schedule
+
+
+def problem_for(template, arch=None, **changes) -> Problem:
+    chunk_size = changes.pop("chunk_size", 64)
+    config = OpConfig(**{"num_heads": 2, "num_value_heads": 8, "arch": arch or template.archs[0], **changes})
+    return config.problem(template.kernel, chunk_size)
+
+
+def rules_broken(problem, schedule, arch=None) -> set[str]:
+    return {v.rule for v in is_feasible(problem, schedule, arch).violations}
+
+
+#: (template, rule) → what breaks it: changes of the problem, changes of the default schedule.
+BREAKS = {
+    ("kkt_inverse_sm90", "value_heads_divide_the_group"): ({}, {"value_heads_per_cta": 8}),
+    ("gate_scan", "heads_divide"): ({"num_heads": 1, "num_value_heads": 12}, {"heads_per_cta": 8}),
+    ("fused_forward_sm90", "dv_tile_is_whole_groups"): ({"head_dim_v": 64}, {"dv_split": 2}),
+    ("fused_forward_sm90", "warp_groups_fit_the_launch"): ({}, {"state_registers": 240}),
+    ("fused_forward_mma", "each_warp_owns_16_rows"): ({"head_dim_v": 64}, {"dv_split": 2, "threads": 128}),
+}
+
+
+@pytest.mark.parametrize("name, rule", sorted(BREAKS))
+def test_rule_is_named_when_broken_alone(name, rule):
+    template = get_template(name)
+    in_problem, in_schedule = BREAKS[name, rule]
+    problem = problem_for(template, **in_problem)
+    schedule = template.default(problem).replace(**in_schedule)
+    assert rules_broken(problem, schedule) == {rule}
+
+
+def test_late_query_refuses_a_wide_state():
+    template = get_template("fused_forward_sm90")
+    problem = problem_for(template, head_dim_v=64)
+    schedule = template.default(problem).replace(query_product="late", state_registers=240)
+    assert "late_query_needs_no_wide_state" in rules_broken(problem, schedule)
+
+
+def test_occupancy_is_bounded_by_shared_memory():
+    template = get_template("kkt_inverse_sm90")
+    problem = problem_for(template)
+    schedule = template.default(problem).replace(min_ctas_per_sm=8)
+    rule = next(r for r in template.rules if r.name == "occupancy_fits_shared_memory")
+    assert rule.broken(problem, schedule, replace(get_arch("sm90"), smem_bytes_per_sm=32 * 1024)) is not None
+    assert rule.broken(problem, schedule, replace(get_arch("sm90"), smem_bytes_per_sm=10**6)) is None
+
+
+def test_every_rule_of_every_template_has_a_test():
+    tested = set(BREAKS) | {
+        ("fused_forward_sm90", "late_query_needs_no_wide_state"),
+        ("fused_forward_sm90", "chunk_is_one_wgmma_tile"),
+        ("kkt_inverse_sm90", "occupancy_fits_shared_memory"),
+    }
+    assert {(t.name, r.name) for t in templates().values() for r in t.rules} <= tested
+
+
+def test_wgmma_tile_rule_speaks_of_the_chunk():
+    template = get_template("fused_forward_sm90")
+    problem = problem_for(template)
+    rule = next(r for r in template.rules if r.name == "chunk_is_one_wgmma_tile")
+    assert "32" in rule.broken(replace(problem, chunk_size=32), template.default(problem), get_arch("sm90"))
+
+
+@pytest.mark.parametrize(
+    "limit, rule",
+    [
+        ({"smem_bytes_per_cta": 50_000}, "shared_memory_fits_the_cta"),
+        ({"max_threads_per_cta": 256}, "threads_fit_the_cta"),
+        ({"registers_per_sm": 40_000}, "registers_fit_the_sm"),
+    ],
+)
+def test_card_limit_is_named_with_its_number(limit, rule):
+    template = get_template("fused_forward_sm90")
+    problem = problem_for(template)
+    found = is_feasible(problem, template.default(problem), replace(get_arch("sm90"), **limit))
+    assert [v.rule for v in found.violations] == [rule]
+    assert str(*limit.values()) in str(found)
+
+
+def test_shared_memory_limit_counts_padding(monkeypatch):
+    template = get_template("fused_forward_sm90")
+    problem = problem_for(template)
+    cost = estimate(problem, template.default(problem))
+    assert cost.smem_bytes < cost.padded_smem_bytes and cost.padded_smem_bytes % SMEM_ALIGNMENT == 0
+    exact = replace(get_arch("sm90"), smem_bytes_per_cta=cost.padded_smem_bytes)
+    assert is_feasible(problem, template.default(problem), exact)
+    assert not is_feasible(problem, template.default(problem), replace(exact, smem_bytes_per_cta=cost.smem_bytes))
+
+
+def test_schedule_of_another_kernel_or_arch_is_refused():
+    forward, scan = get_template("fused_forward_sm90"), get_template("gate_scan")
+    problem = problem_for(forward)
+    assert rules_broken(problem, scan.default(problem_for(scan))) == {"kernel_matches"}
+    on_blackwell = replace(problem, arch="sm100")
+    assert rules_broken(on_blackwell, forward.default(on_blackwell)) == {"arch_is_supported"}
+
+
+def test_parameters_must_be_the_templates_own():
+    template = get_template("gate_scan")
+    problem = problem_for(template)
+    good = template.default(problem).params()
+    missing = Schedule.of("gate_scan", {"threads": 128})
+    wrong = Schedule.of("gate_scan", {**good, "threads": 96})
+    assert rules_broken(problem, missing) == {"parameters_match"}
+    assert "heads_per_cta" in str(is_feasible(problem, missing))
+    assert rules_broken(problem, wrong) == {"value_is_a_choice"}
+    assert "threads=96" in str(is_feasible(problem, wrong))
+
+
+def test_unsupported_problem_gives_the_templates_reason():
+    template = get_template("kkt_inverse_sm90")
+    problem = problem_for(template, chunk_size=32)
+    found = is_feasible(problem, template.default(problem))
+    assert [v.rule for v in found.violations] == ["problem_is_supported"]
+    assert "chunk_size=32" in str(found)
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHS))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_defaults_are_feasible_for_every_supported_problem(arch, kernel):
+    answered = 0
+    for dk in HEAD_DIMS:
+        for dv in HEAD_DIMS:
+            for dtype in DTYPES:
+                for heads in ((1, 1), (2, 8), (4, 16), (16, 32), (16, 48), (3, 9), (1, 7)):
+                    for chunk_size in CHUNK_SIZES:
+                        config = OpConfig(*heads, head_dim_k=dk, head_dim_v=dv, dtype=dtype, arch=arch)
+                        problem = config.problem(kernel, chunk_size)
+                        for template in candidates(problem):
+                            found = is_feasible(problem, template.default(problem))
+                            assert found, f"{template.name} {problem}: {found}"
+                            answered += chunk_size == 64
+    assert answered >= 4 * 2 * 7  # at least one template for every problem at chunk size 64
+
+
+def test_every_choice_of_every_parameter_is_feasible_somewhere():
+    for template in templates().values():
+        live = set()
+        for arch in template.archs:
+            for dims in ((64, 64), (128, 64), (64, 128), (128, 128)):
+                for heads in ((1, 1), (1, 8), (2, 64)):
+                    problem = problem_for(
+                        template, arch, head_dim_k=dims[0], head_dim_v=dims[1], num_heads=heads[0], num_value_heads=heads[1]
+                    )
+                    live |= {item for s in template.points() if is_feasible(problem, s) for item in s.items}
+        dead = {(p.name, c) for p in template.parameters for c in p.choices} - live
+        assert not dead, f"{template.name}: {sorted(dead, key=str)} can never be used"
+
+
+def test_estimate_adds_up_the_declarations():
+    for template in templates().values():
+        problem = problem_for(template)
+        schedule = template.default(problem)
+        cost = estimate(problem, schedule)
+        roles = template.roles(problem, schedule)
+        assert all(isinstance(r, Role) for r in roles) and cost.roles == roles
+        assert cost.threads == sum(32 * r.warps for r in roles)
+        assert cost.registers == sum(32 * r.warps * r.registers for r in roles)
+        assert cost.barriers == template.barriers(problem, schedule)
+        buffers = sum(b.elements * b.itemsize for b in template.buffers(problem, schedule))
+        assert cost.smem_bytes == buffers + 8 * cost.barriers
+        assert cost.work == template.work(problem, schedule)
+
+
+def test_hopper_forward_estimate_is_the_known_table():
+    template = get_template("fused_forward_sm90")
+    problem = OpConfig(16, 64).problem("fused_forward")
+    cost = estimate(problem, template.default(problem))
+    tiles = 3 * 2 * (64 * 128 * 2) + 2 * (64 * 64 * 2) + 2 * (64 * 128 * 2) + 2 * (64 * 128 * 2) + 2 * (64 * 64 * 2) + 64 * 128 * 2
+    assert cost.smem_bytes == tiles + 3 * 4 * 64 * 4 + 22 * 8
+    assert (cost.threads, cost.barriers) == (512, 22)
+    assert cost.work.flops == 2 * 64 * 128 * (3 * 128 + 64) + 2 * 64 * 64 * (128 + 128 + 64)
+
+
+def test_no_template_for_a_problem_says_what_each_lacks():
+    from qla_jit.registry import select
+
+    problem = OpConfig(1, 1).problem("kkt_inverse")
+    unknown = replace(problem, arch="sm80")
+    with pytest.raises(UnsupportedError, match="kkt_inverse_mma: not for sm80"):
+        select(unknown)
