@@ -138,7 +138,7 @@ class ArtifactStore:
             raise self._unwritable(error) from error
         artifact = self._read(spec, target)
         if artifact is None:
-            raise CacheError(f"an artifact just written must be readable, but {target} is not; check the disk and its space.")
+            raise CacheError(f"an artifact just written must be readable, but {target} is not; check the disk.")
         return artifact
 
     def _place(self, spec: KernelSpec, staging: Path, target: Path) -> None:
@@ -177,7 +177,7 @@ class ArtifactStore:
                         shutil.rmtree(path, ignore_errors=True)
 
     def _read(self, spec: KernelSpec, path: Path) -> Artifact | None:
-        """The entry at ``path`` if it is whole, of ``spec``, where it belongs, and writable by no one else; else None."""
+        """The entry at ``path`` if it is whole, of ``spec``, in its place, and writable by no one else; else None."""
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             hashes, report = manifest["sha256"], manifest["report"]
@@ -185,7 +185,7 @@ class ArtifactStore:
                 LIBRARY in hashes
                 and manifest["spec"] == spec.as_dict()
                 and _build_digest(spec, report["flags"], report["toolchain"]) == path.name
-                and all(_is_private(p) for p in (path.parent, path, path / MANIFEST, *(path / name for name in hashes)))
+                and all(_is_private(p) for p in (path.parent, path, *(path / name for name in (MANIFEST, *hashes))))
                 and all(hashlib.sha256((path / n).read_bytes()).hexdigest() == want for n, want in hashes.items())
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import cubin, toolchain
+from . import cubin, ir, toolchain
 from .arch import get_arch
 from .artifacts import CUBIN, LIBRARY, SOURCE, Artifact, ArtifactStore
 from .errors import BuildError, InfeasibleError
@@ -91,13 +91,14 @@ def build(spec: KernelSpec, store: ArtifactStore) -> Artifact:
             library = path.read_bytes()
         except Exception as error:
             raise BuildError(
-                f"the host stub of {spec} must link, but: {error}; nvcc's host compiler (g++) must be on PATH.", "\n".join(log)
+                f"the host stub of {spec} must link, but: {error}; put g++ on PATH, nvcc needs it too.", "\n".join(log)
             ) from error
     files = {LIBRARY: library, SOURCE: lowered.source.encode(), CUBIN: lowered.cubin}
     roles = get_template(spec.schedule.template).roles(spec.problem, spec.schedule)
     report = {
         **ptxas_report("\n".join(log)),
         **cubin.report(roles, lowered.cubin),
+        **ir.report(lowered.artifact.device_mod),
         "smem_bytes": lowered.smem_bytes,
         "build_seconds": round(lowered.seconds, 3),
     }
@@ -132,7 +133,8 @@ def lower(spec: KernelSpec, log: list[str] | None = None, compile_device: bool =
     finally:
         _current.run = None
     if compile_device and len(run.cubins) != 1:
-        raise BuildError(f"{spec} must compile to one cubin, but got {len(run.cubins)}; report this.", "\n".join(run.log))
+        said = "\n".join(run.log)
+        raise BuildError(f"{spec} must compile to one cubin, but got {len(run.cubins)}; report this.", said)
     dynamic = [f.attrs["dyn_shared_memory_buf"] for f in artifact.device_mod.functions.values() if _has_dynamic(f)]
     return Lowered(
         artifact,
@@ -202,7 +204,7 @@ def nvcc_cubin(source: str, target: str, log: list[str], fast_math: bool = True)
         log.append(done.stderr)
         if done.returncode:
             said = "\n".join(re.findall(r".*\b(?:error|fatal)\b.*", done.stderr)) or done.stderr[-2000:]
-            raise BuildError(f"nvcc must compile the kernel for {target}, but it said:\n{said[:2000]}", done.stderr)
+            raise BuildError(f"nvcc must compile for {target}, but it said:\n{said[:2000]}", done.stderr)
         return (Path(folder) / CUBIN).read_bytes()
 
 

@@ -2,7 +2,8 @@
 
 ptxas reports one register count for the whole kernel; once `setmaxnreg` splits it among warp groups, that number is the
 launch's, not a role's.  nvdisasm prints the live registers of every instruction (``-plr``), and the listing is cut at
-USETMAXREG.  The cut is by address, so it is approximate: code that the compiler moved behind the last role counts there.
+USETMAXREG.  The cut is by address, so it is approximate: code that the compiler moved to the end counts for the last
+role.  It takes 0.5 s a kernel.
 
 nvdisasm comes with the CUDA toolkit or with ``pip install nvidia-cuda-nvdisasm``.  Where it is missing or refuses a
 cubin, ToolError says so, and reports say "not measured".
@@ -18,7 +19,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .errors import ToolError
@@ -33,7 +34,7 @@ _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(\
 
 @dataclass(frozen=True)
 class LiveRegisters:
-    """A stretch of code between two USETMAXREG: registers per thread it may use (None before the first), and most live."""
+    """Code between two USETMAXREG: registers per thread it may use (None before the first), and the most live at once."""
 
     limit: int | None
     live: int
@@ -82,8 +83,8 @@ def disassemble(cubin: bytes) -> str:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ToolError(f"{tool} must run, but: {error}; {INSTALL}.") from error
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise ToolError(f"{tool} must read the cubin, but said: {said[-1] if said else done.returncode}; {INSTALL} (13.0 on).")
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ToolError(f"{tool} must read the cubin, but said: {said}; {INSTALL} (13.0 or newer).")
     return done.stdout
 
 
@@ -133,9 +134,20 @@ def role_registers(roles: Iterable[Role], counts: CubinCounts | None) -> dict[st
 
 
 def report(roles: Iterable[Role], cubin: bytes) -> dict:
-    """Build-report fields: ``role_registers`` and ``role_registers_source``, which says how, or why not."""
+    """Build-report fields: ``role_registers``, ``instructions`` (None: not measured), and ``cubin_source``, which says
+    how they were measured, or why not."""
     try:
         counts = count(disassemble(cubin))
-    except ToolError as error:
-        return {"role_registers": role_registers(roles, None), "role_registers_source": f"not measured: {error}"}
-    return {"role_registers": role_registers(roles, counts), "role_registers_source": "nvdisasm -plr"}
+    except (ToolError, ValueError, IndexError) as error:  # a listing we cannot read must not break a build
+        return {
+            "role_registers": role_registers(roles, None),
+            "instructions": None,
+            "cubin_source": f"not measured: {error}",
+        }
+    instructions = asdict(counts)
+    instructions.pop("stretches")
+    return {
+        "role_registers": role_registers(roles, counts),
+        "instructions": instructions,
+        "cubin_source": "nvdisasm -plr",
+    }

@@ -1,6 +1,6 @@
 """What the lowered TVM IR of a kernel says it costs, counted before nvcc sees it.
 
-`count` walks the device function that `build.lower` returns.  Threads, shared memory and registers are read where the
+`count` walks the one device function of `build.lower`'s module (6 ms).  Threads, shared memory and registers are read where the
 IR states them; products and copies are the calls that survive lowering (`ptx_wgmma_*`, `ptx_mma`, `tma_load`,
 `tma_store`, loads and stores of device memory) times static trip counts times the warps that run them.
 
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from .build import Lowered
 from .errors import ToolError
 
 WARP, WARP_GROUP = 32, 128
@@ -72,11 +71,22 @@ class IrCounts:
     helpers: tuple[str, ...]
 
 
-def count(lowered: Lowered) -> IrCounts:
-    """Counts of a lowered kernel; ToolError if it is not one device function."""
-    functions = list(lowered.artifact.device_mod.functions.values())
+def report(device_mod) -> dict:
+    """Build-report fields: ``ir``, the counts as plain values, and ``ir_source``, which says how, or why there are none.
+
+    A TVM whose IR this module does not know must not break a build.
+    """
+    try:
+        return {"ir": asdict(count(device_mod)), "ir_source": "lowered TVM IR"}
+    except (ToolError, AttributeError, KeyError, TypeError, ValueError) as error:
+        return {"ir": None, "ir_source": f"not counted: {type(error).__name__}: {error}"}
+
+
+def count(device_mod) -> IrCounts:
+    """Counts of a module that lowering returned; ToolError if it does not hold one device function."""
+    functions = list(device_mod.functions.values())
     if len(functions) != 1:
-        raise ToolError(f"a lowered template must have one device function, but got {len(functions)}; count each by itself.")
+        raise ToolError(f"a lowered template must have one device function, but got {len(functions)}; count them apart.")
     attrs = functions[0].attrs
     threads = int(attrs["thread_extent"]["threadIdx.x"])
     walk = _Walk()
@@ -100,7 +110,7 @@ def count(lowered: Lowered) -> IrCounts:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a statement sits: the threads ``[first, end)`` that reach it, its trip count, and whether chunks loop over it."""
+    """Where a statement sits: threads ``[first, end)`` reach it, ``trips`` times, inside the loop over chunks or not."""
 
     first: int
     end: int
@@ -154,7 +164,7 @@ class _Walk:
         elif isinstance(node, t.While):
             self.statement(node.body, place)
         elif not isinstance(node, (t.DeclBuffer, t.AssertStmt)):
-            raise ToolError(f"the IR walk must know every statement, but got {type(node).__name__}; teach qla_jit.ir.")
+            raise ToolError(f"every statement must be known, but got {type(node).__name__}; teach qla_jit.ir.")
 
     def _loop(self, node, place: _Place) -> None:
         self.bodies += 1

@@ -92,11 +92,11 @@ def _card_limits(cost: Resources, arch: Arch) -> list[Violation]:
     found = []
     smem_bytes = cost.padded_smem_bytes
     if smem_bytes > arch.smem_bytes_per_cta:
-        found.append(Violation("shared_memory_fits_the_cta", f"{smem_bytes} B asked, {arch.smem_bytes_per_cta} B on {arch}"))
+        detail = f"{smem_bytes} B asked, {arch.smem_bytes_per_cta} B on {arch}"
+        found.append(Violation("shared_memory_fits_the_cta", detail))
     if cost.threads > arch.max_threads_per_cta:
         found.append(Violation("threads_fit_the_cta", f"{cost.threads} asked, {arch.max_threads_per_cta} on {arch}"))
     if cost.registers > arch.registers_per_sm:
-        found.append(
-            Violation("registers_fit_the_sm", f"roles ask for {cost.registers}, an SM of {arch} has {arch.registers_per_sm}")
-        )
+        detail = f"roles ask for {cost.registers}, an SM of {arch} has {arch.registers_per_sm}"
+        found.append(Violation("registers_fit_the_sm", detail))
     return found

@@ -45,5 +45,5 @@ def load(artifact: Artifact) -> Callable[..., None]:
         return tvm_ffi.load_module(str(artifact.library))["main"]
     except Exception as error:
         raise ToolError(
-            f"{artifact.library} must load with the installed TileLang runtime, but: {error}; delete {artifact.path} to rebuild."
+            f"{artifact.library} must load in TileLang's runtime, but: {error}; delete {artifact.path} to rebuild it."
         ) from error
