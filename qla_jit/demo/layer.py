@@ -64,6 +64,9 @@ def measure(shape: str, device: str, make_call: Callable[[Inputs], Run]) -> Row:
         call = make_call(x)
         error = error_of(x, *call())
         time_us, note = _cuda_time_us(call) if device == "cuda" else (_cpu_time_us(call), "")
+    if device == "cuda":
+        del x, call
+        torch.cuda.empty_cache()  # the peers that follow are other processes
     return Row(shape, time_us, error, note)
 
 

@@ -29,13 +29,18 @@ def sweep_table(report: Report) -> Table:
 
 
 def kernel_table(op: CompiledOp) -> Table:
-    """One line per kernel: registers of each role and at launch, spills, shared memory."""
+    """One line per kernel: registers of each role (limit, most in use) and at launch, spills, shared memory."""
     table = Table(title=f"kernels, {op.config.arch}, heads {op.config.num_heads}:{op.config.num_value_heads}")
-    for name in ("kernel", "roles: warps × registers", "registers", "spills B", "shared B"):
+    for name in ("kernel", "roles: warps × registers (in use)", "at launch", "spills B", "shared B"):
         table.add_column(name, overflow="fold")
     for report in op.report():
-        roles = "\n".join(f"{name}: {role['warps']} × {role['registers']}" for name, role in report["roles"].items())
-        table.add_row(report["kernel"], roles, *(str(report[n]) for n in ("registers", "spill_bytes", "smem_bytes")))
+        used = report.get("role_registers", {})
+        roles = [
+            f"{name}: {role['warps']} × {role['registers']} ({used.get(name, {}).get('live') or '-'})"
+            for name, role in report["roles"].items()
+        ]
+        numbers = [str(report[name]) for name in ("registers", "spill_bytes", "smem_bytes")]
+        table.add_row(report["kernel"], "\n".join(roles), *numbers)
     return table
 
 

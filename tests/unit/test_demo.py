@@ -3,16 +3,17 @@
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
-from tuning_fakes import ENVIRONMENT, problem, trial
+from tuning_fakes import ENVIRONMENT, FakeEvaluator, problem, trial
 
 from qla_jit import toolchain
-from qla_jit.db import jsonl
+from qla_jit.db import jsonl, open_db
 from qla_jit.db.records import BestRow
 from qla_jit.demo import __main__ as command
 from qla_jit.demo import layer, peers, stages
-from qla_jit.errors import QlaError
+from qla_jit.errors import QlaError, UnsupportedError
 from qla_jit.registry import digest
 from qla_jit.tune.space import enumerate_space, plan_problems
 
@@ -101,6 +102,60 @@ def test_winners_of_the_replay_are_cross_compiled_and_reported(recording, tmp_pa
         assert str(winner) in said
     libraries = list((tmp_path / "kernels").glob("*/*/kernel.so"))
     assert len(libraries) == len(winners)
+
+
+@pytest.fixture()
+def fake_card(monkeypatch):
+    """A live machine whose card, compiler and timings are stand-ins; returns the evaluators that were made."""
+    made = []
+
+    def evaluator(pool, worker):
+        made.append(FakeEvaluator(times=lambda schedule: 50.0))
+        return made[-1]
+
+    op = SimpleNamespace(config=CONFIG, report=lambda: [])
+    monkeypatch.setattr(stages, "look_around", lambda: stages.Machine("sm90", True))
+    monkeypatch.setattr(stages, "CompilePool", lambda: None)
+    monkeypatch.setattr(stages, "Worker", lambda device: None)
+    monkeypatch.setattr(stages, "LiveEvaluator", evaluator)
+    monkeypatch.setattr(stages, "build_kernels", lambda *_: op)
+    monkeypatch.setattr(layer, "measure", lambda shape, device, make_call: layer.Row(shape, 12.5, 0.003, device))
+    monkeypatch.setattr(peers, "is_installed", lambda name: name == "fla")
+    monkeypatch.setattr(peers, "measure_peer", lambda name, shapes: ([layer.Row(shapes[0], 99.5, 0.004)], "failed: x"))
+    return made
+
+
+def test_live_sweep_fills_the_users_database_and_every_peer_gets_a_line(fake_card, tmp_path, capsys):
+    assert command.main(["--out", str(tmp_path / "out"), "--budget", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.rstrip().endswith(str(tmp_path / "out" / "sweep.png"))
+    assert not (tmp_path / "out" / stages.REPLAY_DATABASE).exists()
+    with open_db(tmp_path / "user.sqlite") as database:
+        assert {row.problem for kind, row in database.best_rows("sm90") if kind == "user"} == set(plan_problems([CONFIG]))
+    lines = [line for line in said.splitlines() if "│" in line]
+    absent = {"flash_qla": "not installed", "flashinfer": "not installed"}
+    for name, cell in {"qla_jit": "12.5", "fla": "99.5", **absent}.items():
+        assert any(name in line and cell in line for line in lines), said
+    assert "8192x4, µs" in said and "failed: x" in said
+
+
+def test_interrupted_live_sweep_is_drawn_and_ends_with_130(fake_card, monkeypatch, tmp_path):
+    monkeypatch.setattr(stages, "LiveEvaluator", lambda pool, worker: FakeEvaluator(stop_after=5, times=lambda s: 50.0))
+    assert command.main(["--out", str(tmp_path / "out")]) == 130
+    assert (tmp_path / "out" / "sweep.png").exists()
+    with open_db(tmp_path / "user.sqlite") as database:
+        assert len(database.trials()) == 5
+
+
+def test_card_of_an_unknown_family_is_named_and_the_recorded_line_runs(monkeypatch):
+    def detect():
+        raise UnsupportedError("a compute capability of ... must be present, but the card has (7, 0)")
+
+    monkeypatch.setattr(stages, "has_gpu", lambda: True)
+    monkeypatch.setattr("qla_jit.arch.detect", detect)
+    machine = stages.look_around()
+    assert (machine.arch, machine.is_live) == (None, False)
+    assert "(7, 0)" in machine.notes[0]
 
 
 def test_error_of_a_wrong_output_is_seen():
