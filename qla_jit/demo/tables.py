@@ -34,11 +34,10 @@ def kernel_table(op: CompiledOp) -> Table:
     for name in ("kernel", "roles: warps × registers (in use)", "at launch", "spills B", "shared B"):
         table.add_column(name, overflow="fold")
     for report in op.report():
-        used = report.get("role_registers", {})
-        roles = [
-            f"{name}: {role['warps']} × {role['registers']} ({used.get(name, {}).get('live') or '-'})"
-            for name, role in report["roles"].items()
-        ]
+        roles = []
+        for name, role in report["roles"].items():
+            used = report.get("role_registers", {}).get(name, {}).get("live")  # None where no disassembler is
+            roles.append(f"{name}: {role['warps']} × {role['registers']}" + ("" if used is None else f" ({used})"))
         numbers = [str(report[name]) for name in ("registers", "spill_bytes", "smem_bytes")]
         table.add_row(report["kernel"], "\n".join(roles), *numbers)
     return table
