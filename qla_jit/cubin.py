@@ -133,6 +133,18 @@ def role_registers(roles: Iterable[Role], counts: CubinCounts | None) -> dict[st
     return table
 
 
+def registers_text(report: dict) -> str:
+    """A build report's registers in one line: at launch, then live/limit of each role of a kernel that has several."""
+    text = str(report.get("registers", "-"))
+    table = report.get("role_registers") or {}
+    if len(table) < 2:
+        return text
+    if not any(row["live"] for row in table.values()):
+        return f"{text} (per role: not measured)"
+    cells = (f"{name} {'?' if row['live'] is None else row['live']}/{row['limit']}" for name, row in table.items())
+    return f"{text} ({', '.join(cells)})"
+
+
 def report(roles: Iterable[Role], cubin: bytes) -> dict:
     """Build-report fields: ``role_registers``, ``instructions`` (None: not measured), and ``cubin_source``, which says
     how they were measured, or why not."""

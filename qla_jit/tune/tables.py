@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from ..cubin import registers_text
 from ..db.layers import Database
 from ..db.lookup import Match, heads_of
 from ..db.records import BestRow, problem_body
@@ -128,8 +129,9 @@ def compile_table(report: CompileReport) -> Table:
     for name in ("kernel", "heads", "status", "registers", "spills B", "shared B", "seconds", "schedule"):
         table.add_column(name, overflow="fold")
     for spec, result in report.compiled:
-        numbers = [str(result.report.get(name, "-")) for name in ("registers", "spill_bytes", "smem_bytes")]
+        numbers = [str(result.report.get(name, "-")) for name in ("spill_bytes", "smem_bytes")]
+        registers = registers_text(result.report)
         problem = spec.problem
         seconds = f"{result.seconds:.1f}"
-        table.add_row(problem.kernel, heads_of(problem), result.status, *numbers, seconds, _params(spec.schedule))
+        table.add_row(problem.kernel, heads_of(problem), result.status, registers, *numbers, seconds, _params(spec.schedule))
     return table

@@ -127,3 +127,16 @@ def test_cuda_home_wins_over_path(no_tools, monkeypatch):
     path = install(no_tools / "home" / "bin", "")
     monkeypatch.setenv("CUDA_HOME", str(no_tools / "home"))
     assert cubin.find_nvdisasm() == str(path)
+
+
+def test_registers_in_one_line():
+    table = cubin.role_registers(ROLES, cubin.count(LISTING))
+    text = cubin.registers_text({"registers": 128, "role_registers": table})
+    assert text == "128 (state0 178/192, state1 177/192, aux 94/104, load 30/24)"
+    unmeasured = cubin.role_registers(ROLES, None)
+    assert cubin.registers_text({"registers": 128, "role_registers": unmeasured}) == "128 (per role: not measured)"
+    table["aux"]["live"] = None
+    assert "aux ?/104" in cubin.registers_text({"registers": 128, "role_registers": table})
+    one = {"all": {"limit": 64, "live": 56}}
+    assert cubin.registers_text({"registers": 56, "role_registers": one}) == "56"
+    assert cubin.registers_text({}) == "-"

@@ -1,0 +1,51 @@
+"""The kernels that code generation is tested on, and how many may be built at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qla_jit import registry
+from qla_jit.config import OpConfig
+from qla_jit.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel to compile: a template's schedule for an operator, the default with some values replaced."""
+
+    template: str
+    config: OpConfig
+    chunk_size: int = 64
+    changes: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def spec(self) -> KernelSpec:
+        template = registry.get_template(self.template)
+        problem = self.config.problem(template.kernel, self.chunk_size)
+        return KernelSpec(problem, template.default(problem).replace(**dict(self.changes)))
+
+    def __str__(self) -> str:
+        c = self.config
+        parts = [self.template, c.arch, f"{c.head_dim_k}x{c.head_dim_v}", *(f"{k}={v}" for k, v in self.changes)]
+        parts += [f"chunk{self.chunk_size}"] * (self.chunk_size != 64)
+        parts += [f"{c.dtype}+{c.state_dtype}"] * ((c.dtype, c.state_dtype) != ("bfloat16", "float32"))
+        return "-".join(parts + ["v_first"] * c.state_v_first)
+
+
+def config(arch: str, head_dim_k: int = 128, head_dim_v: int = 128, heads: tuple[int, int] = (2, 8), **more) -> OpConfig:
+    return OpConfig(*heads, head_dim_k=head_dim_k, head_dim_v=head_dim_v, arch=arch, **more)
+
+
+DIMS = ((128, 128), (64, 128), (128, 64), (64, 64))
+FORWARD, INVERSE = "fused_forward_sm90", "kkt_inverse_sm90"
+HOPPER = tuple(Kernel(FORWARD, config("sm90", *dims)) for dims in DIMS) + (Kernel(INVERSE, config("sm90")),)
+#: The default of every template on every arch it declares.
+DEFAULTS = tuple(Kernel(t.name, config(arch)) for t in registry.templates().values() for arch in t.archs)
+#: Variants whose code differs in kind: other dtypes, state layout, split, product order, chunk size.
+VARIANTS = (
+    Kernel(FORWARD, config("sm90", dtype="float16", state_dtype="bfloat16", state_v_first=True)),
+    Kernel(FORWARD, config("sm90"), changes=(("query_product", "late"),)),
+    Kernel("fused_forward_mma", config("sm120", 64, 64), chunk_size=32),
+    Kernel("kkt_inverse_mma", config("sm120", 64), chunk_size=32),
+)
+ALL = tuple(dict.fromkeys(HOPPER + DEFAULTS + VARIANTS))

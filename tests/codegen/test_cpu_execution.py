@@ -1,0 +1,105 @@
+"""The portable templates, executed on the CPU against the float64 recurrence: arithmetic and indexing, without a GPU."""
+
+import functools
+
+import pytest
+import torch
+from cpu import TOLERANCE, CpuKernel, make_case
+
+from qla_jit import registry
+from qla_jit.config import OpConfig
+from qla_jit.resources import is_feasible
+
+pytest.importorskip("tilelang")
+
+LENGTHS = ([], [0], [1], [63], [64], [65], [0, 0, 5, 0], [130, 1, 0, 64, 63, 3, 0])
+GATES = ("none", "mild", "violent")
+#: head dims, heads, chunk size, v_first: every dim, every group shape, both chunk sizes, both layouts.
+FORWARDS = (
+    ((64, 64), (1, 1), 64, False),
+    ((128, 64), (2, 4), 32, True),
+    ((64, 128), (1, 3), 64, True),
+    ((128, 128), (2, 2), 32, False),
+)
+INVERSES = (((64, 64), (2, 2), 64), ((128, 64), (1, 3), 64), ((128, 64), (2, 4), 32))
+SCANS = (((64, 64), (1, 1), 64), ((64, 64), (1, 12), 64), ((64, 64), (2, 16), 32))
+
+
+@functools.cache
+def kernel(name: str, dims, heads, chunk_size: int, v_first: bool = False) -> CpuKernel:
+    """Compiled once for all lengths and gates; templates for sm120 are the portable ones."""
+    template = registry.get_template(name)
+    config = OpConfig(*heads, head_dim_k=dims[0], head_dim_v=dims[1], state_v_first=v_first, arch="sm120")
+    problem = config.problem(template.kernel, chunk_size)
+    assert is_feasible(problem, template.default(problem))
+    return CpuKernel(problem, template.default(problem))
+
+
+def cases(name: str, shapes):
+    return pytest.mark.parametrize("shape", [(name, *shape) for shape in shapes], ids=lambda s: "-".join(map(str, s[1:])))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("gates", GATES)
+@cases("fused_forward_mma", FORWARDS)
+def test_fused_forward_matches_the_recurrence(shape, gates, lengths):
+    forward = kernel(*shape)
+    case = make_case(forward.problem, lengths, seed=len(lengths), gates=gates)
+    assert forward.error(case) <= TOLERANCE
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@cases("kkt_inverse_mma", INVERSES)
+def test_inverse_matches_the_triangular_solve(shape, lengths):
+    inverse = kernel(*shape)
+    assert inverse.error(make_case(inverse.problem, lengths, seed=1, gates="none")) <= TOLERANCE
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("gates", GATES)
+@cases("gate_scan", SCANS)
+def test_scan_matches_the_cumulative_sum(shape, gates, lengths):
+    scan = kernel(*shape)
+    assert scan.error(make_case(scan.problem, lengths, seed=2, gates=gates)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("shape", FORWARDS[:2], ids=str)
+def test_absent_states_are_neither_read_nor_written(shape):
+    forward = kernel("fused_forward_mma", *shape)
+    case = make_case(forward.problem, [65, 0, 3], seed=3, gates="mild")
+    assert case.wanted["o"].isfinite().all()  # made before the state is changed
+    case.tensors["initial"].zero_()
+    assert forward.error(case) > TOLERANCE
+    with_zeros = case.tensors["o"].clone()
+
+    case = make_case(forward.problem, [65, 0, 3], seed=3, gates="mild")
+    case.tensors.update(has_initial=0, has_final=0)
+    assert case.wanted["o"].isfinite().all()
+    case.tensors["initial"].fill_(float("nan"))
+    forward.error(case)
+    assert torch.equal(case.tensors["o"], with_zeros)
+    assert case.tensors["final"].isnan().all()
+
+
+def test_tokens_of_other_sequences_never_leak():
+    """NaN in one sequence stays there, though partial chunks of its neighbours read past their end."""
+    forward = kernel("fused_forward_mma", *FORWARDS[0])
+    case = make_case(forward.problem, [65, 70, 3], seed=4, gates="mild")
+    assert case.wanted["o"].isfinite().all()
+    for name in ("q", "k", "v"):
+        case.tensors[name][65:135] = float("nan")
+    assert forward.error(case) == float("inf")
+    out, final = case.tensors["o"], case.tensors["final"]
+    assert out[65:135].isnan().all() and final[1].isnan().all()
+    for kept in (slice(0, 65), slice(135, 138)):
+        torch.testing.assert_close(out[kept].double(), case.wanted["o"][kept], rtol=1e-4, atol=1e-4)
+    assert final[[0, 2]].isfinite().all()
+
+
+def test_a_wrong_kernel_is_noticed():
+    """The comparison itself: a state scaled by 1.0001 is out of tolerance."""
+    forward = kernel("fused_forward_mma", *FORWARDS[0])
+    case = make_case(forward.problem, [65], seed=5, gates="mild")
+    assert case.wanted["o"].isfinite().all()
+    case.tensors["initial"] *= 1.0001
+    assert TOLERANCE < forward.error(case) < 1e-3

@@ -1,0 +1,87 @@
+"""A compiled kernel loads fast, with neither TileLang's Python package nor a compiler, even after the process moved."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from kernels import HOPPER, INVERSE
+
+from qla_jit import build
+
+LOAD_S = 0.050  # a kernel, from asking the store to its entry
+START_S = 1.0  # once per process: TVM's and TileLang's runtime libraries, and nvcc's version
+KERNELS = [k for k in HOPPER if k.template == INVERSE] + [HOPPER[0]]
+
+LOADER = """
+import json, sys, time
+import torch
+before = time.perf_counter()
+from qla_jit import build, runtime, toolchain
+from qla_jit.artifacts import ArtifactStore
+from qla_jit.config import Problem
+from qla_jit.schedule import Schedule
+from qla_jit.spec import KernelSpec
+if len(sys.argv) > 3:
+    toolchain.DEFAULT_NVCC = __import__("pathlib").Path(sys.argv[3])
+question = json.loads(sys.argv[2])
+spec = KernelSpec(Problem.from_dict(question["problem"]), Schedule.from_dict(question["schedule"]))
+store = ArtifactStore(sys.argv[1])
+flags = build.flags(spec)
+imported = time.perf_counter()
+nvcc = toolchain.current().nvcc
+runtime.start()
+started = time.perf_counter()
+entry = runtime.load(store.get(spec, flags))
+print(json.dumps({
+    "callable": callable(entry), "nvcc": nvcc, "import_s": imported - before, "start_s": started - imported,
+    "load_s": time.perf_counter() - started,
+    "imported": [name for name in ("tilelang", "tvm", "optuna") if name in sys.modules],
+}))
+"""
+
+
+def load(cache, kernel, *more: str, **environment) -> dict:
+    question = json.dumps({"problem": kernel.spec.problem.as_dict(), "schedule": kernel.spec.schedule.as_dict()})
+    command = [sys.executable, "-c", LOADER, str(cache.root), question, *more]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_artifact_loads_within_50_ms_without_tilelang(kernel, artifact, cache):
+    said = [load(cache, kernel) for _ in range(3)]  # the fastest: other processes share the machine
+    best = min(said, key=lambda s: s["load_s"])
+    print({name: round(min(s[name] for s in said), 4) for name in ("import_s", "start_s", "load_s")})
+    assert best["callable"] and best["imported"] == []
+    assert best["load_s"] <= LOAD_S
+    assert min(s["start_s"] for s in said) <= START_S
+
+
+@pytest.mark.parametrize("kernel", KERNELS[:1], ids=str)
+def test_artifact_loads_where_there_is_no_compiler(kernel, artifact, cache, tmp_path):
+    said = load(cache, kernel, str(tmp_path / "nvcc"), PATH=str(tmp_path), CUDA_HOME="", CUDA_PATH="")
+    assert said["nvcc"] is None and said["callable"] and said["imported"] == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS[:1], ids=str)
+def test_second_ensure_compiles_nothing(kernel, artifact, cache, monkeypatch):
+    def lower(*arguments, **named):
+        raise AssertionError("lowering began")
+
+    monkeypatch.setattr(build, "lower", lower)
+    assert build.ensure(kernel.spec, cache) == artifact
+
+
+@pytest.mark.parametrize("kernel", KERNELS[:1], ids=str)
+def test_library_of_another_runtime_is_a_tool_error(kernel, artifact, tmp_path):
+    from dataclasses import replace
+
+    from qla_jit import runtime
+    from qla_jit.errors import ToolError
+
+    (tmp_path / "kernel.so").write_bytes(b"\x7fELF not a library")
+    with pytest.raises(ToolError, match="delete .* to rebuild"):
+        runtime.load(replace(artifact, path=tmp_path))
