@@ -34,7 +34,7 @@ _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(\
 
 @dataclass(frozen=True)
 class LiveRegisters:
-    """Code between two USETMAXREG: registers per thread it may use (None before the first), and the most live at once."""
+    """Code between two USETMAXREG: registers per thread it may use (None before the first), and the most live."""
 
     limit: int | None
     live: int
@@ -116,7 +116,7 @@ def count(listing: str) -> CubinCounts:
 
 
 def role_registers(roles: Iterable[Role], counts: CubinCounts | None) -> dict[str, dict]:
-    """Per role: ``limit``, the declared registers per thread, and ``live``, the most in use at once (None: not measured).
+    """Per role: ``limit``, the declared registers per thread, and ``live``, the most in use (None: not measured).
 
     Roles are matched to stretches by their register limit, in order.  A kernel with one role has one stretch.
     """

@@ -1,7 +1,7 @@
 """What the lowered TVM IR of a kernel says it costs, counted before nvcc sees it.
 
-`count` walks the one device function of `build.lower`'s module (6 ms).  Threads, shared memory and registers are read where the
-IR states them; products and copies are the calls that survive lowering (`ptx_wgmma_*`, `ptx_mma`, `tma_load`,
+`count` walks the one device function of `build.lower`'s module (6 ms).  Threads, shared memory and registers are read
+where the IR states them; products and copies are the calls that survive lowering (`ptx_wgmma_*`, `ptx_mma`, `tma_load`,
 `tma_store`, loads and stores of device memory) times static trip counts times the warps that run them.
 
 The loop over chunks is the one whose extent is a run-time value: `per_chunk` is one iteration of it, by the whole CTA.
@@ -52,7 +52,7 @@ class RegisterLimit:
 class IrCounts:
     """Costs of one CTA.
 
-    smem_bytes, static_smem_bytes: dynamic and static shared memory (mbarriers, 8 B each, included in the static part).
+    smem_bytes, static_smem_bytes: dynamic and static shared memory (the static part includes mbarriers, 8 B each).
     wgmma, mma: instructions of the whole kernel after unrolling, each site once however many warps run it.
     waits: how many ``wait_wgmma(n)`` there are, as (n, count) pairs.  syncs: CTA or named barriers.
     """
@@ -72,7 +72,7 @@ class IrCounts:
 
 
 def report(device_mod) -> dict:
-    """Build-report fields: ``ir``, the counts as plain values, and ``ir_source``, which says how, or why there are none.
+    """Build-report fields: ``ir``, the counts as plain values, and ``ir_source``: how, or why there are none.
 
     A TVM whose IR this module does not know must not break a build.
     """
@@ -86,7 +86,7 @@ def count(device_mod) -> IrCounts:
     """Counts of a module that lowering returned; ToolError if it does not hold one device function."""
     functions = list(device_mod.functions.values())
     if len(functions) != 1:
-        raise ToolError(f"a lowered template must have one device function, but got {len(functions)}; count them apart.")
+        raise ToolError(f"a module must have one device function, but got {len(functions)}; count them apart.")
     attrs = functions[0].attrs
     threads = int(attrs["thread_extent"]["threadIdx.x"])
     walk = _Walk()
@@ -110,7 +110,7 @@ def count(device_mod) -> IrCounts:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a statement sits: threads ``[first, end)`` reach it, ``trips`` times, inside the loop over chunks or not."""
+    """Where a statement sits: threads ``[first, end)`` reach it, ``trips`` times, in the loop over chunks or not."""
 
     first: int
     end: int

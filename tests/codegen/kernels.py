@@ -32,8 +32,8 @@ class Kernel:
         return "-".join(parts + ["v_first"] * c.state_v_first)
 
 
-def config(arch: str, head_dim_k: int = 128, head_dim_v: int = 128, heads: tuple[int, int] = (2, 8), **more) -> OpConfig:
-    return OpConfig(*heads, head_dim_k=head_dim_k, head_dim_v=head_dim_v, arch=arch, **more)
+def config(arch: str, head_dim_k: int = 128, head_dim_v: int = 128, **more) -> OpConfig:
+    return OpConfig(2, 8, head_dim_k=head_dim_k, head_dim_v=head_dim_v, arch=arch, **more)
 
 
 DIMS = ((128, 128), (64, 128), (128, 64), (64, 64))

@@ -1,4 +1,4 @@
-"""The portable templates, executed on the CPU against the float64 recurrence: arithmetic and indexing, without a GPU."""
+"""Portable templates, executed on the CPU against the float64 recurrence: arithmetic and indexing, without a GPU."""
 
 import functools
 
@@ -36,7 +36,7 @@ def kernel(name: str, dims, heads, chunk_size: int, v_first: bool = False) -> Cp
 
 
 def cases(name: str, shapes):
-    return pytest.mark.parametrize("shape", [(name, *shape) for shape in shapes], ids=lambda s: "-".join(map(str, s[1:])))
+    return pytest.mark.parametrize("shape", [(name, *shape) for shape in shapes], ids=str)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

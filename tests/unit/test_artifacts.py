@@ -1,5 +1,6 @@
 """The artifact store: whole entries or misses, one winner among many writers, and no folder that others can write."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -218,6 +219,23 @@ def test_writers_that_meet_a_broken_entry_never_lose_a_good_one(store):
         thread.join(60)
     assert not misses
     assert [p.name for p in store.root.iterdir()] == [spec().digest]
+
+
+def test_who_replaces_a_broken_entry_waits_for_who_is_at_it_and_keeps_their_good_one(store):
+    made = publish(store)
+    made.library.write_bytes(b"edited")
+    folder = os.open(store.root, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    writer = threading.Thread(target=publish, args=(store,))
+    writer.start()
+    writer.join(0.3)
+    assert writer.is_alive()
+    made.library.write_bytes(FILES[LIBRARY])
+    inode = made.library.stat().st_ino
+    os.close(folder)
+    writer.join(60)
+    assert not writer.is_alive()
+    assert store.get(spec(), FLAGS).library.stat().st_ino == inode
 
 
 @pytest.mark.parametrize("bits", [stat.S_IWGRP, stat.S_IWOTH])

@@ -161,8 +161,9 @@ class TestWithTileLang:
         try:
             tvm_ffi.register_global_func(build.CUDA_CALLBACK, theirs, override=True)
             build._install_nvcc_callback()
-            build._install_nvcc_callback()
             ours = tvm_ffi.get_global_func(build.CUDA_CALLBACK)
+            build._install_nvcc_callback()
+            assert tvm_ffi.get_global_func(build.CUDA_CALLBACK).same_as(ours)  # once is enough
             target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
             assert bytes(ours("// not ours", target, {})) == b"theirs"
             assert seen == ["// not ours"]

@@ -38,9 +38,7 @@ LISTING = HEAD + "".join(
         ]
     )
 )
-STRETCHES = (
-    LiveRegisters(None, 4), LiveRegisters(24, 30), LiveRegisters(104, 94), LiveRegisters(192, 178), LiveRegisters(192, 177),
-)  # fmt: skip
+STRETCHES = tuple(LiveRegisters(*s) for s in ((None, 4), (24, 30), (104, 94), (192, 178), (192, 177)))
 
 
 def test_listing_is_counted_and_cut_at_setmaxnreg():
