@@ -14,9 +14,14 @@ accumulator is, after rounding, the register operand of the next product.
 | gates     | 1         | g → γ, scale·γ, γ_C/γ                                | kq_free             | kq_full             |
 | store     | 1 per 64 d_v | O tile to device memory (TMA; masked rows at a tail) | o_full            | o_free              |
 | operands  | 4         | Q Kᵀ → P; B = P Ã, ∘Γ → smem; X = Ãᵀ K, ·γ_C/γ → smem | kq/a_full, xb_free  | xb_full, kq/a_free  |
-| state × n | 4 each    | K S, Q S → Y → Xᵀ Y, B Y → O tile                    | kq/v/xb_full, o_free | kq/v/xb_free, o_full |
+| state × n | 4 each    | K S, Q S → Y → Xᵀ Y → γ Q S + B Y → O tile           | kq/v/xb_full, o_free | kq/v/xb_free, o_full |
 
-Stages: K, Q and gates `stages_kq`; Ã, V, X and B two each (`stages_xb` for X, B); O one per state group.
+Stages: K, Q and gates `stages_kq`; Ã, V, X and B two each (`stages_xb` for X, B); O one per state group.  Registers per
+role come from the schedule.  TileLang's own barrier insertion is off: every exchange between threads goes through one of
+the mbarriers above, or (in `operands`, at a partial chunk) the named barrier 2, and each accumulator stays in its thread.
+
+Rules that ptxas imposes (it serialises every product of the kernel otherwise): no product in flight at the end of the
+loop body, none issued under a condition, and no more accumulators and operands between two full waits than registers.
 """
 
 from qla_jit.config import Problem
@@ -29,14 +34,16 @@ NAME = "fused_forward_sm90"
 STAGES_A = 2
 STAGES_V = 2
 
+#: load/operands/state registers per thread.  Two state groups share 512 per lane of the register file, one state group
+#: has the launch's 504; below about 96 the operands group spills, below 184 a state group does.
+REGISTERS = ("24/104/192", "24/120/184", "40/104/184", "40/168/240", "40/216/240")
+
 PARAMETERS = (
     Parameter("dv_split", (1, 2), 1, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
     Parameter("stages_kq", (2, 3), 3, "K, Q and gate stages; three let `operands` run a chunk ahead"),
     Parameter("stages_xb", (1, 2), 2, "X and B stages between `operands` and `state`"),
     Parameter("query_product", ("early", "late"), "early", "Q S issued with K S, or after Y is known"),
-    Parameter("load_registers", (24, 32, 40), 24, "registers per thread of load, gates and store"),
-    Parameter("operand_registers", (96, 104, 112, 152, 168), 104, "registers per thread of the operands group"),
-    Parameter("state_registers", (176, 184, 192, 232, 240), 192, "registers per thread of each state group"),
+    Parameter("registers", REGISTERS, "24/104/192", "registers per thread of load, operands and each state group"),
 )
 
 
@@ -51,13 +58,14 @@ def state_groups(problem: Problem, schedule: Schedule) -> int:
 
 
 def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
+    """Warp groups in thread order; `prim_func` branches on this table."""
+    load, operands, state = (int(n) for n in schedule["registers"].split("/"))
     groups = state_groups(problem, schedule)
-    load = Role("load", 4, schedule["load_registers"], "warp 0 TMA loads, warp 1 gates, warps 2.. O stores")
-    operands = Role("operands", 4, schedule["operand_registers"], "Q Kt, B and X, ahead of the state")
-    state = tuple(
-        Role(f"state{w}", 4, schedule["state_registers"], f"rows {64 * w}..{64 * w + 63} of St") for w in range(groups)
+    return (
+        *(Role(f"state{w}", 4, state, f"rows {64 * w}..{64 * w + 63} of Sᵀ: Y, S, O") for w in range(groups)),
+        Role("operands", 4, operands, "Q Kᵀ, B and X, ahead of the state"),
+        Role("load", 4, load, "warp 0: TMA loads; warp 1: gates; warps 2 and 3: O tiles of the state groups"),
     )
-    return (*state, operands, load)
 
 
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
@@ -90,41 +98,46 @@ def work(problem: Problem, schedule: Schedule) -> Work:
     return Work(flops=state + operands, bytes_read=read, bytes_written=2 * c * dv)
 
 
-def _launch_registers(threads: int) -> int:
-    """Registers per thread the launch reserves: the register file over all threads, in steps of eight."""
-    return min(65536 // threads // 8 * 8, 255 // 8 * 8)
+def launch_registers(table: tuple[Role, ...]) -> int:
+    """Registers per thread that the launch reserves for every role: the register file over all threads, by eights."""
+    return 65536 // sum(r.threads for r in table) // 8 * 8
 
 
 def _registers_fit(problem: Problem, schedule: Schedule, arch) -> str | None:
     table = roles(problem, schedule)
-    pool = len(table) * _launch_registers(sum(r.threads for r in table))
-    asked = sum(r.registers for r in table)
-    if asked > pool:
-        return f"warp groups ask for {asked} registers per lane in all, the launch reserves {pool}"
+    pool, asked = len(table) * launch_registers(table), sum(r.registers for r in table)
+    return f"warp groups ask for {asked} registers per lane in all, the launch reserves {pool}" if asked > pool else None
+
+
+def _registers_used(problem: Problem, schedule: Schedule, arch) -> str | None:
+    table = roles(problem, schedule)
+    pool, asked = len(table) * launch_registers(table), sum(r.registers for r in table)
+    return f"warp groups ask for {asked} of {pool} registers per lane; another split uses them" if asked < pool - 64 else None
+
+
+def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
+    tile = dv_tile(problem, schedule)
+    return f"head_dim_v / dv_split = {tile} is no multiple of 64" if tile % 64 else None
+
+
+def _early_query_fits(problem: Problem, schedule: Schedule, arch) -> str | None:
+    state = roles(problem, schedule)[0].registers
+    if schedule["query_product"] == "early" and problem.head_dim_k == 128 and state < 192:
+        return f"K S and Q S in flight beside 128 columns of state need 192 registers, the state groups have {state}"
     return None
 
 
 RULES = (
-    Rule("chunk_is_one_wgmma_tile", lambda p, s, a: None if p.chunk_size == 64 else f"chunk_size={p.chunk_size}, WGMMA rows are 64"),
-    Rule(
-        "dv_tile_is_whole_groups",
-        lambda p, s, a: None if dv_tile(p, s) % 64 == 0 else f"head_dim_v / dv_split = {dv_tile(p, s)} is no multiple of 64",
-    ),
+    Rule("dv_tile_is_whole_groups", _whole_groups),
     Rule("warp_groups_fit_the_launch", _registers_fit),
-    Rule(
-        "late_query_needs_no_wide_state",
-        lambda p, s, a: None
-        if s["query_product"] == "early" or s["state_registers"] <= 192
-        else f"query_product=late saves registers; state_registers={s['state_registers']} would waste them",
-    ),
+    Rule("warp_groups_use_the_launch", _registers_used),
+    Rule("early_query_fits_the_state_group", _early_query_fits),
 )
 
 
 def adapt(problem: Problem, schedule: Schedule) -> Schedule:
     """One state group leaves registers over: give them to it and to `operands`."""
-    if state_groups(problem, schedule) == 1:
-        return schedule.replace(operand_registers=168, state_registers=240, load_registers=40)
-    return schedule
+    return schedule.replace(registers="40/168/240") if state_groups(problem, schedule) == 1 else schedule
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -144,9 +157,10 @@ def prim_func(problem: Problem, schedule: Schedule):
     dtype, state_dtype = problem.dtype, problem.state_dtype
     v_first = problem.state_v_first
     state_shape = (DV, DK) if v_first else (DK, DV)
-    consumers = 128 * GROUPS
-    threads = consumers + 256
-    first_aux, first_load = consumers, consumers + 128
+    table = roles(problem, schedule)
+    registers = {role.name: role.registers for role in table}
+    end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # one past its last thread
+    consumers, threads, first_load = 128 * GROUPS, end["load"], end["operands"]
     rows = T.GemmWarpPolicy.FullRow
 
     num_tokens = T.dynamic("num_tokens")
@@ -182,41 +196,47 @@ def prim_func(problem: Problem, schedule: Schedule):
         y = T.alloc_fragment((64, C), "float32")
         y_op = T.alloc_fragment((64, C), dtype)
         out = T.alloc_fragment((64, C), "float32")
+        values = T.alloc_local((16,), "uint32")  # this warp's 16 columns of V, as packed pairs
+        factors = T.alloc_local((16,), "float32")  # scale · γ of this thread's tokens
         warp_row = w * 64 + ((T.get_thread_binding() // 32) % 4) * 16
         if has_initial != 0:
             load_state(state, initial, seq, head, dv0 + w * 64)
         else:
             T.clear(state)
+        T.call_extern("handle", f"qla::pin<{64 * DK // 128}>", state.data)
         for i in T.serial(chunks):
             kq, va, xb = i % KQ, i % NV, i % XB
             T.barrier_wait(kq_full[kq], (i // KQ) % 2)
             T.copy(state, state_op)
+            T.call_extern("handle", "qla::forget", y.data)
             T.wgmma_gemm(state_op, k_s[kq, :, :], y, transpose_B=True, clear_accum=True, policy=rows)  # (K S)ᵀ
             if not late_query:
+                T.call_extern("handle", "qla::forget", out.data)
                 T.wgmma_gemm(state_op, q_s[kq, :, :], out, transpose_B=True, clear_accum=True, policy=rows)  # (Q S)ᵀ
             for r, c in T.Parallel(64, DK):
                 state[r, c] *= gamma[kq, C - 1]
             T.barrier_wait(v_full[va], (i // NV) % 2)
+            T.call_extern("handle", "qla::load_values", values.data, T.access_ptr(v_s[va, 0, 0], "r"), warp_row)
             T.wait_wgmma(0 if late_query else 1)
             T.call_extern(
-                "handle", "qla::subtract_from_values", y.data, T.access_ptr(v_s[va, 0, 0], "r"),
-                T.access_ptr(gamma[kq, 0], "r"), warp_row, length - i * C,
+                "handle", "qla::subtract_from_values", y.data, values.data, T.access_ptr(gamma[kq, 0], "r"),
+                length - i * C, y_op.data,
             )  # fmt: skip
-            T.copy(y, y_op)
             T.barrier_wait(xb_full[xb], (i // XB) % 2)
             if late_query:
+                T.call_extern("handle", "qla::forget", out.data)
                 T.wgmma_gemm(state_op, q_s[kq, :, :], out, transpose_B=True, clear_accum=True, policy=rows)
             T.wgmma_gemm(y_op, x_s[xb, :, :], state, clear_accum=False, policy=rows)  # += Yᵀ X
+            T.call_extern("handle", "qla::load_factors", factors.data, T.access_ptr(gamma_q[kq, 0], "r"))
             T.wait_wgmma(1)
-            for r, c in T.Parallel(64, C):
-                out[r, c] *= gamma_q[kq, c]
+            T.call_extern("handle", "qla::scale_columns", out.data, factors.data)
             T.wgmma_gemm(y_op, b_s[xb, :, :], out, transpose_B=True, clear_accum=False, policy=rows)  # += Yᵀ Bᵀ
             T.wait_wgmma(0)
-            T.barrier_arrive(kq_free[kq])
             T.barrier_arrive(v_free[va])
             T.barrier_arrive(xb_free[xb])
             T.barrier_wait(o_free[w], (i + 1) % 2)
             T.call_extern("handle", "qla::store_transposed", out.data, T.access_ptr(o_s[w, 0, 0], "w"), warp_row - w * 64)
+            T.barrier_arrive(kq_free[kq])
             T.fence_proxy_async()
             T.barrier_arrive(o_full[w])
         if has_final != 0:
@@ -230,42 +250,53 @@ def prim_func(problem: Problem, schedule: Schedule):
         b = T.alloc_fragment((C, C), "float32")
         x_left = T.alloc_fragment((C, 64), "float32")  # X by halves of 64 columns: 32 accumulators instead of 64 live
         x_right = T.alloc_fragment((C, 64), "float32")
+        if chunks > 0:
+            T.barrier_wait(kq_full[0], 0)
+        T.call_extern("handle", "qla::forget", qk.data)
+        T.wgmma_gemm(q_s[0, :, :], k_s[0, :, :], qk, transpose_B=True, clear_accum=True, policy=rows)
+        T.wait_wgmma(0)
+        T.call_extern("handle", "qla::lower_operand", qk.data, p_op.data)
         for i in T.serial(chunks):
-            kq, aa, xb = i % KQ, i % NA, i % XB
-            T.barrier_wait(kq_full[kq], (i // KQ) % 2)
-            T.wgmma_gemm(q_s[kq, :, :], k_s[kq, :, :], qk, transpose_B=True, clear_accum=True, policy=rows)
-            T.wait_wgmma(0)
-            for r, c in T.Parallel(C, C):
-                p_op[r, c] = T.if_then_else(r >= c, qk[r, c], 0.0)
+            kq, aa, xb, ahead = i % KQ, i % NA, i % XB, (i + 1) % KQ
             if length - i * C < C:  # rows of the next sequence: 0 · NaN would reach X
                 T.call_extern("handle", "qla::clear_rows", T.access_ptr(k_s[kq, 0, 0], "rw"), DK, length - i * C)
                 T.fence_proxy_async()
                 T.sync_threads(2, 128)
             T.barrier_wait(a_full[aa], (i // NA) % 2)
-            T.barrier_wait(xb_free[xb], (i // XB + 1) % 2)
+            T.call_extern("handle", "qla::forget", b.data)
             T.wgmma_gemm(p_op, a_s[aa, :, :], b, clear_accum=True, policy=rows)
             T.wait_wgmma(0)
+            T.call_extern("handle", "qla::forget", x_left.data)
             T.wgmma_gemm(a_s[aa, :, :], k_s[kq, :, 0:64], x_left, transpose_A=True, clear_accum=True, policy=rows)
-            for r, c in T.Parallel(C, C):
-                b[r, c] *= T.if_then_else(r >= c, T.exp2(log_gamma[kq, r] - log_gamma[kq, c]) * scale, 0.0)
-            T.copy(b, b_s[xb, :, :])
+            T.barrier_wait(xb_free[xb], (i // XB + 1) % 2)
+            T.call_extern(
+                "handle", "qla::store_decayed", b.data, T.access_ptr(log_gamma[kq, 0], "r"), scale,
+                T.access_ptr(b_s[xb, 0, 0], "w"),
+            )  # fmt: skip
             if DK == 128:
+                T.call_extern("handle", "qla::forget", x_right.data)
                 T.wgmma_gemm(a_s[aa, :, :], k_s[kq, :, 64:128], x_right, transpose_A=True, clear_accum=True, policy=rows)
                 T.wait_wgmma(1)
-            else:
-                T.wait_wgmma(0)
-            for r, c in T.Parallel(C, 64):
-                x_left[r, c] *= tail[kq, r]
-            T.copy(x_left, x_s[xb, :, 0:64])
-            if DK == 128:
-                T.wait_wgmma(0)
-                for r, c in T.Parallel(C, 64):
-                    x_right[r, c] *= tail[kq, r]
-                T.copy(x_right, x_s[xb, :, 64:128])
+                T.call_extern(
+                    "handle", "qla::store_scaled_rows", x_left.data, T.access_ptr(tail[kq, 0], "r"),
+                    T.access_ptr(x_s[xb, 0, 0], "w"), 0,
+                )  # fmt: skip
+            # The next chunk's Q Kᵀ runs behind the last store; past the end its operands are stale and unused.
+            if i + 1 < chunks:
+                T.barrier_wait(kq_full[ahead], ((i + 1) // KQ) % 2)
+            T.call_extern("handle", "qla::forget", qk.data)
+            T.wgmma_gemm(q_s[ahead, :, :], k_s[ahead, :, :], qk, transpose_B=True, clear_accum=True, policy=rows)
+            T.wait_wgmma(1)
+            T.call_extern(
+                "handle", "qla::store_scaled_rows", (x_right if DK == 128 else x_left).data,
+                T.access_ptr(tail[kq, 0], "r"), T.access_ptr(x_s[xb, 0, 0], "w"), DK - 64,
+            )  # fmt: skip
             T.fence_proxy_async()
             T.barrier_arrive(xb_full[xb])
             T.barrier_arrive(kq_free[kq])
             T.barrier_arrive(a_free[aa])
+            T.wait_wgmma(0)
+            T.call_extern("handle", "qla::lower_operand", qk.data, p_op.data)
 
     @T.macro
     def run_store(w, chunks, length, token0, head, dv0, o_s, o, o_full, o_free):
@@ -307,7 +338,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
             gamma_q = T.alloc_shared((KQ, C), "float32", scope="shared")
             tail = T.alloc_shared((KQ, C), "float32", scope="shared")
-            T.annotate_layout({tile: tilelang.layout.make_full_bank_swizzled_layout(tile) for tile in (v_s, o_s)})
+            T.annotate_layout({tile: tilelang.layout.make_full_bank_swizzled_layout(tile) for tile in (v_s, x_s, b_s, o_s)})
             kq_full = T.alloc_barrier(arrive_count=[64] * KQ)
             kq_free = T.alloc_barrier(arrive_count=[consumers + 128] * KQ)
             a_full = T.alloc_barrier(arrive_count=[32] * NA)
@@ -327,22 +358,22 @@ def prim_func(problem: Problem, schedule: Schedule):
             chunks = T.ceildiv(length, C)
             slot0 = token0 // C + seq
             tx = T.get_thread_binding()
-            if tx < 128:
-                T.set_max_nreg(schedule["state_registers"], 1)
+            if tx < end["state0"]:
+                T.set_max_nreg(registers["state0"], 1)
                 run_state(0, chunks, length, seq, head, dv0, has_initial, has_final, initial, final,
                           k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
                           kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
-            elif GROUPS == 2 and tx < 256:
-                T.set_max_nreg(schedule["state_registers"], 1)
+            elif GROUPS == 2 and tx < end["state1"]:
+                T.set_max_nreg(registers["state1"], 1)
                 run_state(1, chunks, length, seq, head, dv0, has_initial, has_final, initial, final,
                           k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
                           kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
-            elif tx < first_load:
-                T.set_max_nreg(schedule["operand_registers"], 0)
+            elif tx < end["operands"]:
+                T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
                 run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, tail,
                              kq_full, kq_free, a_full, a_free, xb_full, xb_free)  # fmt: skip
             else:
-                T.set_max_nreg(schedule["load_registers"], 0)
+                T.set_max_nreg(registers["load"], 0)
                 if tx < first_load + 32:
                     for i in T.serial(chunks):
                         kq, aa, va = i % KQ, i % NA, i % NV

@@ -1,12 +1,14 @@
-"""CUDA helper: inverse of a 64 × 64 unit lower triangular matrix by one warp group, in place in shared memory.
+"""CUDA helper: inverses of 64 × 64 unit lower triangular matrices by one warp group, two value heads at a time.
 
-The 16 × 16 diagonal blocks are inverted by forward substitution in fp32; two levels of merges follow,
+The 16 × 16 diagonal blocks are inverted by forward substitution in fp32, one column per lane, one head per half warp;
+two levels of merges follow,
 R = −A₂₂ L₂₁ A₁₁, computed transposed, Rᵀ = (A₁₁ᵀ L₂₁ᵀ)(−A₂₂ᵀ), because then the accumulator of the first product is,
 after rounding to fp16, the register operand of the second.  Entries of the inverse are entries of a product of
 contractions scaled by β, so fp16 holds them; bf16 merges or a Neumann series lose digits on correlated keys.
 """
 
-INVERSE_PITCH = 72  # halves per row: 16-byte rows that walk through all banks
+INVERSE_PITCH = 72  # halves per row of the fp16 work tile: 16-byte rows that walk through all banks
+BASE_FLOATS = 4 * 2 * (16 * 24 + 16)  # fp32 scratch: a diagonal block per warp and head
 
 INVERSE_CUDA = r"""
 #include <tl_templates/cuda/common.h>
@@ -15,7 +17,9 @@ INVERSE_CUDA = r"""
 
 namespace qla {
 
-constexpr int kPitch = 72;
+constexpr int kPitch = 72;      // halves per row of work
+constexpr int kBasePitch = 24;  // floats per row of a diagonal block: 4 rows of 8 words hit all banks
+constexpr int kBaseSize = 16 * kBasePitch + 16;  // + 16: the two heads of a warp read other banks
 
 // The sequence that owns `slot`: the last n with bounds[n] / chunk + n <= slot.
 __device__ __forceinline__ int sequence_of_slot(const int* bounds, int num_sequences, int slot, int chunk) {
@@ -73,41 +77,78 @@ __device__ __forceinline__ void store_transpose(half* block, const float* left, 
                : "memory");
 }
 
-// Inverse of the 16 x 16 unit lower triangular block at `block`; lane c of the first 16 owns column c.
-__device__ __forceinline__ void invert_diagonal(half* block) {
-  int column = threadIdx.x & 15;
-  float x[16];
+__device__ __forceinline__ unsigned pack(float low, float high, const bfloat16_t*) {
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ unsigned pack(float low, float high, const half_t*) { return half_pair(low, high); }
+
+// Row r of `block` (fp32, pitch kBasePitch) is row r of L; lane c of a half warp returns column c of (I + L)^-1.
+__device__ __forceinline__ void solve_column(const float* block, int column, float* x) {
 #pragma unroll
   for (int r = 0; r < 16; ++r) x[r] = r == column ? 1.f : 0.f;
 #pragma unroll
   for (int r = 1; r < 16; ++r) {
-    uint4 units[2];
-    units[0] = *reinterpret_cast<const uint4*>(block + r * kPitch);
-    units[1] = r > 8 ? *reinterpret_cast<const uint4*>(block + r * kPitch + 8) : units[0];
-    const half2* pairs = reinterpret_cast<const half2*>(units);
-    float sum = 0.f;
+    float row[16];
+#pragma unroll
+    for (int j = 0; j < r; j += 4)
+      *reinterpret_cast<float4*>(row + j) = *reinterpret_cast<const float4*>(block + r * kBasePitch + j);
+    float even = 0.f, odd = 0.f;  // two chains: half the latency
 #pragma unroll
     for (int j = 0; j < r; ++j) {
-      float l = j & 1 ? __high2float(pairs[j >> 1]) : __low2float(pairs[j >> 1]);
-      sum = fmaf(l, x[j], sum);
+      if (j & 1) odd = fmaf(row[j], x[j], odd); else even = fmaf(row[j], x[j], even);
     }
-    x[r] -= sum;
-  }
-  __syncwarp();
-  if ((threadIdx.x & 31) < 16) {
-#pragma unroll
-    for (int r = 0; r < 16; ++r) block[r * kPitch + column] = __float2half(x[r]);
+    x[r] -= even + odd;
   }
 }
 
-// work (strictly lower part L) <- (I + L)^-1, 64 x 64, by 128 threads; upper blocks are left as they are (zero).
-__device__ __forceinline__ void invert_unit_lower(half* work) {
-  int warp = (threadIdx.x >> 5) & 3;
+// out[h] <- (I + tril(diag(beta_h) kk, -1))^-1 diag(beta_h) for `Heads` (1 or 2) value heads of one chunk; by 128 threads.
+// kk: m64n64 accumulators of K Kt.  beta: [Heads][64].  work: fp16 [Heads][64][kPitch].  base: fp32 scratch of the diagonal
+// blocks.  out: 64 x 64 tiles of consecutive heads.  Tokens from `valid` on are absent: beta is 0 there, kk not looked at.
+template <int Heads, typename Element>
+__device__ __forceinline__ void inverse_of_heads(const float* kk, void* work_tiles, void* scratch, const float* beta,
+                                                 Element* out, int valid) {
+  half* work = reinterpret_cast<half*>(work_tiles);
+  float* base = reinterpret_cast<float*>(scratch);
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, group_row = lane >> 2, pair = (lane & 3) * 2;
+  base += warp * 2 * kBaseSize;
+#pragma unroll
+  for (int h = 0; h < Heads; ++h) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int row = warp * 16 + group_row + i * 8;
+      float b = beta[h * 64 + row];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float low = kk[j * 4 + i * 2], high = kk[j * 4 + i * 2 + 1];
+        if (j >> 1 < warp) {
+          unsigned both = row < valid ? half_pair(low * b, high * b) : 0u;
+          *reinterpret_cast<unsigned*>(work + (h * 64 + row) * kPitch + j * 8 + pair) = both;
+        } else if (j >> 1 == warp) {
+          int column = (j & 1) * 8 + pair, local = group_row + i * 8;
+          low = column < local && row < valid ? low * b : 0.f;
+          high = column + 1 < local && row < valid ? high * b : 0.f;
+          float* cell = base + h * kBaseSize + local * kBasePitch + column;
+          *reinterpret_cast<float2*>(cell) = make_float2(low, high);
+        }
+      }
+    }
+  }
+  __syncwarp();
+  {
+    int h = Heads == 2 ? lane >> 4 : 0, column = lane & 15;
+    float x[16];
+    solve_column(base + h * kBaseSize, column, x);
+    half* block = work + (h * 64 + warp * 16) * kPitch + warp * 16 + column;
+    if (Heads == 2 || lane < 16) {
+#pragma unroll
+      for (int r = 0; r < 16; ++r) block[r * kPitch] = __float2half(x[r]);
+    }
+  }
   __syncthreads();
-  invert_diagonal(work + warp * 16 * (kPitch + 1));
-  __syncthreads();
-  if (warp < 2) {
-    half* block = work + warp * 32 * (kPitch + 1);
+  if (warp < 2 * Heads) {  // 16 -> 32: two merges per head
+    half* block = work + ((warp >> 1) * 64 + (warp & 1) * 32) * kPitch + (warp & 1) * 32;
     half* lower = block + 16 * kPitch;
     unsigned a11[4], l21[4], a22[4], product[4];
     float left[4] = {}, right[4] = {}, out_left[4] = {}, out_right[4] = {};
@@ -122,74 +163,63 @@ __device__ __forceinline__ void invert_unit_lower(half* work) {
     store_transpose(lower, out_left, out_right);
   }
   __syncthreads();
-  int x = warp >> 1, y = warp & 1;  // this warp's 16 x 16 block of R: rows y, columns x
-  float product[4][4] = {}, out_left[4] = {}, out_right[4] = {};
-  half* lower = work + 32 * kPitch;
+  const int x = warp >> 1, y = warp & 1;  // 32 -> 64: this warp's 16 x 16 block of R has rows y, columns x
+  float out_left[Heads][4] = {}, out_right[Heads][4] = {};
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    unsigned a11[4];
-    load_transposed(a11, work + m * 16 * kPitch + x * 16);
+  for (int h = 0; h < Heads; ++h) {
+    half* upper = work + h * 64 * kPitch;
+    half* lower = upper + 32 * kPitch;
+    float product[4][4] = {};
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      if (m < x) continue;  // A11 is lower triangular
+      unsigned a11[4];
+      load_transposed(a11, upper + m * 16 * kPitch + x * 16);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        if (n > y) continue;  // so is A22
+        unsigned l21[4];
+        load_rows(l21, lower + n * 16 * kPitch + m * 16);
+        mma_f16(product[2 * n], a11, l21[0], l21[1]);
+        mma_f16(product[2 * n + 1], a11, l21[2], l21[3]);
+      }
+    }
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      unsigned l21[4];
-      load_rows(l21, lower + n * 16 * kPitch + m * 16);
-      mma_f16(product[2 * n], a11, l21[0], l21[1]);
-      mma_f16(product[2 * n + 1], a11, l21[2], l21[3]);
+      if (n > y) continue;
+      unsigned operand[4], a22[4];
+      negated_operand(operand, product[2 * n], product[2 * n + 1]);
+      load_rows(a22, lower + y * 16 * kPitch + 32 + n * 16);
+      mma_f16(out_left[h], operand, a22[0], a22[1]);
+      mma_f16(out_right[h], operand, a22[2], a22[3]);
     }
-  }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    unsigned operand[4], a22[4];
-    negated_operand(operand, product[2 * n], product[2 * n + 1]);
-    load_rows(a22, lower + y * 16 * kPitch + 32 + n * 16);
-    mma_f16(out_left, operand, a22[0], a22[1]);
-    mma_f16(out_right, operand, a22[2], a22[3]);
   }
   __syncthreads();
-  store_transpose(lower + y * 16 * kPitch + x * 16, out_left, out_right);
+#pragma unroll
+  for (int h = 0; h < Heads; ++h)
+    store_transpose(work + (h * 64 + 32 + y * 16) * kPitch + x * 16, out_left[h], out_right[h]);
   __syncthreads();
-}
-
-__device__ __forceinline__ unsigned pack(float low, float high, const bfloat16_t*) {
-  unsigned pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-__device__ __forceinline__ unsigned pack(float low, float high, const half_t*) { return half_pair(low, high); }
-
-// out[64, 64] <- (I + tril(diag(beta) kk, -1))^-1 diag(beta); kk: m64n64 accumulators of K Kt.  Tokens from `valid`
-// on are absent: beta is 0 there, and kk is not looked at.
-template <typename Element>
-__device__ __forceinline__ void inverse_of_chunk(const float* kk, void* work_bytes, const float* beta, Element* out,
-                                                 int valid) {
-  half* work = reinterpret_cast<half*>(work_bytes);
-  int lane = threadIdx.x & 31, row0 = ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
 #pragma unroll
-  for (int half_row = 0; half_row < 2; ++half_row) {
-    int row = row0 + half_row * 8;
-    float b = beta[row];
+  for (int h = 0; h < Heads; ++h) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      int column = j * 8 + (lane & 3) * 2;
-      float low = row > column && row < valid ? kk[j * 4 + half_row * 2] * b : 0.f;
-      float high = row > column + 1 && row < valid ? kk[j * 4 + half_row * 2 + 1] * b : 0.f;
-      *reinterpret_cast<unsigned*>(work + row * kPitch + column) = half_pair(low, high);
+    for (int i = 0; i < 4; ++i) {  // one 16 x 16 block per warp and step: (row block i, column block warp)
+      int row = i * 16 + (lane >> 1), column = warp * 16 + (lane & 1) * 8;
+      uint4 result = make_uint4(0u, 0u, 0u, 0u);
+      if (warp <= i) {
+        uint4 raw = *reinterpret_cast<const uint4*>(work + (h * 64 + row) * kPitch + column);
+        float b[8];
+        *reinterpret_cast<float4*>(b) = *reinterpret_cast<const float4*>(beta + h * 64 + column);
+        *reinterpret_cast<float4*>(b + 4) = *reinterpret_cast<const float4*>(beta + h * 64 + column + 4);
+        const half2* pairs = reinterpret_cast<const half2*>(&raw);
+        float2 v0 = __half22float2(pairs[0]), v1 = __half22float2(pairs[1]);
+        float2 v2 = __half22float2(pairs[2]), v3 = __half22float2(pairs[3]);
+        result.x = pack(v0.x * b[0], v0.y * b[1], out);
+        result.y = pack(v1.x * b[2], v1.y * b[3], out);
+        result.z = pack(v2.x * b[4], v2.y * b[5], out);
+        result.w = pack(v3.x * b[6], v3.y * b[7], out);
+      }
+      *reinterpret_cast<uint4*>(out + h * 4096 + row * 64 + column) = result;
     }
-  }
-  invert_unit_lower(work);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    int unit = threadIdx.x + i * 128, row = unit >> 3, column = (unit & 7) * 8;
-    uint4 raw = *reinterpret_cast<const uint4*>(work + row * kPitch + column);
-    const half2* pairs = reinterpret_cast<const half2*>(&raw);
-    uint4 result;
-    unsigned* words = reinterpret_cast<unsigned*>(&result);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float2 value = __half22float2(pairs[j]);
-      words[j] = pack(value.x * beta[column + 2 * j], value.y * beta[column + 2 * j + 1], out);
-    }
-    *reinterpret_cast<uint4*>(out + unit * 8) = result;
   }
   __syncthreads();
 }

@@ -8,9 +8,10 @@ for `value_heads_per_cta` value heads.  Rows and columns of absent tokens of a p
 | ---------- | ------- | ----------------------------------------------------------------------------------- |
 | load       | 1       | TMA K of (slot, key head); threads meet at one mbarrier                             |
 | K Kᵀ       | 128     | one WGMMA chain m64n64, fp32 accumulators kept for all value heads                  |
+| per pair of value heads:                                                                                 |||
 | base       | 4 warps | 16 × 16 diagonal blocks: forward substitution in fp32, one column per lane          |
-| merge 16→32 | 2 warps | R = −A₂₂ L₂₁ A₁₁ by mma.sync in fp16 with fp32 accumulators                         |
-| merge 32→64 | 4 warps | the same on 32 × 32 blocks, one 16 × 16 block of R per warp                         |
+| merge 16→32 | 4 warps | R = −A₂₂ L₂₁ A₁₁ by mma.sync in fp16 with fp32 accumulators, one merge per warp     |
+| merge 32→64 | 4 warps | the same on 32 × 32 blocks, one 16 × 16 block of R per warp and head                |
 | store      | 128     | × β per column, 16-byte stores                                                      |
 """
 
@@ -18,7 +19,7 @@ from qla_jit.config import Problem
 from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
-from .inverse_sm90 import INVERSE_CUDA, INVERSE_PITCH
+from .inverse_sm90 import BASE_FLOATS, INVERSE_CUDA, INVERSE_PITCH
 
 NAME = "kkt_inverse_sm90"
 
@@ -33,12 +34,18 @@ def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
     return (Role("inverse", 4, registers, "the whole chunk"),)
 
 
+def tile_rows(problem: Problem) -> int:
+    """Rows of the K tile, which later holds the fp32 diagonal blocks: enough for either."""
+    rows = -(-BASE_FLOATS * 4 // (2 * problem.head_dim_k))
+    return max(problem.chunk_size, -(-rows // 8) * 8)
+
+
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
-    c = problem.chunk_size
+    c, together = problem.chunk_size, min(2, schedule["value_heads_per_cta"])
     return (
-        SharedBuffer("k", c * problem.head_dim_k, 2),
-        SharedBuffer("work", c * INVERSE_PITCH, 2),
-        SharedBuffer("beta", c, 4),
+        SharedBuffer("k or base", tile_rows(problem) * problem.head_dim_k, 2),
+        SharedBuffer("work", together * c * INVERSE_PITCH, 2),
+        SharedBuffer("beta", schedule["value_heads_per_cta"] * c, 4),
     )
 
 
@@ -89,6 +96,8 @@ def prim_func(problem: Problem, schedule: Schedule):
     C, DK = problem.chunk_size, problem.head_dim_k
     H, HV, GROUP = problem.num_heads, problem.num_value_heads, problem.group_size
     HEADS = schedule["value_heads_per_cta"]
+    PAIR = min(2, HEADS)
+    TILE = tile_rows(problem)
     dtype = problem.dtype
     blocks = HV // HEADS
     num_tokens = T.dynamic("num_tokens")
@@ -104,9 +113,9 @@ def prim_func(problem: Problem, schedule: Schedule):
     ):
         with T.Kernel(num_slots * blocks, threads=128, prelude=INVERSE_CUDA) as block:
             T.annotate_min_blocks_per_sm(schedule["min_ctas_per_sm"])
-            k_s = T.alloc_shared((C, DK), dtype)
-            work_s = T.alloc_shared((C, INVERSE_PITCH), "float16")
-            beta_s = T.alloc_shared((C,), "float32", scope="shared")
+            k_s = T.alloc_shared((TILE, DK), dtype)
+            work_s = T.alloc_shared((PAIR * C, INVERSE_PITCH), "float16")
+            beta_s = T.alloc_shared((HEADS * C,), "float32", scope="shared")
             kk = T.alloc_fragment((C, C), "float32")
             loaded = T.alloc_barrier(arrive_count=[128])
             T.annotate_layout({work_s: tilelang.layout.make_linear_layout(work_s)})
@@ -117,18 +126,23 @@ def prim_func(problem: Problem, schedule: Schedule):
             token0 = bounds[seq] + (slot - bounds[seq] // C - seq) * C
             valid = T.min(bounds[seq + 1] - token0, C)
             if valid > 0:
-                T.tma_copy(k[token0 : token0 + C, first_head // GROUP, :], k_s, barrier=loaded[0])
+                T.tma_copy(k[token0 : token0 + C, first_head // GROUP, :], k_s[0:C, :], barrier=loaded[0])
                 T.barrier_arrive(loaded[0])
+                for r in T.Parallel(HEADS * C):
+                    beta_s[r % HEADS * C + r // HEADS] = T.if_then_else(
+                        r // HEADS < valid, beta[T.min(token0 + r // HEADS, num_tokens - 1), first_head + r % HEADS], 0.0
+                    )
                 T.barrier_wait(loaded[0], 0)
-                T.wgmma_gemm(k_s, k_s, kk, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                T.wgmma_gemm(
+                    k_s[0:C, :], k_s[0:C, :], kk, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow
+                )
                 T.wait_wgmma(0)
-                for h in T.serial(HEADS):
-                    for r in T.Parallel(C):
-                        beta_s[r] = T.if_then_else(r < valid, beta[T.min(token0 + r, num_tokens - 1), first_head + h], 0.0)
-                    T.sync_threads()
+                T.sync_threads()  # from here the K tile is scratch
+                for h in T.serial(HEADS // PAIR):
                     T.call_extern(
-                        "handle", "qla::inverse_of_chunk", kk.data, T.access_ptr(work_s[0, 0], "rw"),
-                        T.access_ptr(beta_s[0], "r"), T.access_ptr(a[slot, first_head + h, 0, 0], "w"), valid,
+                        "handle", f"qla::inverse_of_heads<{PAIR}>", kk.data, T.access_ptr(work_s[0, 0], "rw"),
+                        T.access_ptr(k_s[0, 0], "rw"), T.access_ptr(beta_s[h * PAIR * C], "r"),
+                        T.access_ptr(a[slot, first_head + h * PAIR, 0, 0], "w"), valid,
                     )  # fmt: skip
 
     return kkt_inverse

@@ -1,0 +1,74 @@
+"""Every template on the card, one kernel at a time, against float64: edge lengths, no decay, violent decay, repeated."""
+
+import pytest
+import torch
+
+from qla_jit import build, harness, launch, registry, runtime
+from qla_jit.artifacts import ArtifactStore
+from qla_jit.config import OpConfig
+from qla_jit.spec import KernelSpec
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = ((1,), (63,), (64,), (65,), (256,), (5, 0, 200, 64, 0, 1000), (0, 1, 2, 3, 64, 0))
+CONFIGS = (
+    OpConfig(2, 8),
+    OpConfig(2, 4, 64, 128),
+    OpConfig(2, 4, 128, 64, state_v_first=True),
+    OpConfig(2, 2, 64, 64, state_dtype="bfloat16"),
+    OpConfig(2, 8, dtype="float16"),
+)
+
+
+def kernels():
+    """(template name, problem) of every template that runs on Hopper, the portable ones at both chunk sizes."""
+    for template in registry.templates().values():
+        for config in CONFIGS if template.kernel == "fused_forward" else CONFIGS[:2]:
+            for chunk_size in (64, 32):
+                problem = config.problem(template.kernel, chunk_size)
+                if "sm90" in template.archs and template.unsupported(problem) is None:
+                    yield pytest.param(template.name, problem, id=f"{template.name}-{config}-{chunk_size}")
+
+
+def load(name, problem):
+    template = registry.get_template(name)
+    spec = KernelSpec(problem, template.default(problem))
+    return runtime.load(build.ensure(spec, ArtifactStore()))
+
+
+@pytest.mark.parametrize(("name", "problem"), kernels())
+def test_kernel_matches_float64_on_edge_lengths_and_any_decay(name, problem):
+    kernel = load(name, problem)
+    for seed, lengths in enumerate(LENGTHS):
+        for gates in ("none", "mild", "violent"):
+            case = harness.make_case(problem, lengths, seed, gates=gates)
+            case.poison()
+            case.launch(kernel)
+            assert case.error() <= case.tolerance, (lengths, gates)
+
+
+@pytest.mark.parametrize("name", ["kkt_inverse_sm90", "gate_scan", "fused_forward_sm90"])
+def test_two_hundred_runs_are_bitwise_equal(name):
+    config = OpConfig(16, 64)
+    problem = config.problem(registry.get_template(name).kernel)
+    kernel = load(name, problem)
+    case = harness.make_case(problem, (1000, 64, 2048, 37), seed=3)
+    outputs = launch.OUTPUTS[problem.kernel]
+
+    def run():
+        case.poison()
+        case.launch(kernel)
+        return [case.tensors[n][case.owned] if n in ("a", "log_gates") else case.tensors[n].clone() for n in outputs]
+
+    first = run()
+    for _ in range(200):
+        assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+def test_correlated_keys_stay_within_twice_the_random_error():
+    problem = OpConfig(2, 8).problem("kkt_inverse")
+    kernel = load("kkt_inverse_sm90", problem)
+    case = harness.make_case(problem, (640, 100), seed=5, key_correlation=0.95)
+    case.poison()
+    case.launch(kernel)
+    assert case.error() <= 2 * case.tolerance
