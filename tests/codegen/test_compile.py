@@ -7,8 +7,9 @@ from qla_jit import cubin, registry
 from qla_jit.arch import ARCHS, get_arch
 from qla_jit.resources import SMEM_ALIGNMENT, estimate, is_feasible
 
-#: Most bytes of spill stores that the default of a portable template may show on some arch.
+#: Most bytes of spill stores in kernels other than the Hopper defaults, which have none: a few registers, once.
 PORTABLE_SPILL_BYTES = 64
+HOPPER_VARIANT_SPILL_BYTES = 16
 #: Shared memory that TileLang saves by laying buffers over each other that are not live at the same time.
 OVERLAID_BYTES = {"kkt_inverse_mma": lambda p: 2 * p.chunk_size * p.head_dim_k}
 #: What finding the sequence of a slot reads, at most.
@@ -57,7 +58,8 @@ def test_hopper_default_has_no_spill_and_no_performance_warning(kernel, artifact
 
 @each([k for k in ALL if k not in HOPPER])
 def test_other_kernels_spill_little(kernel, artifact):
-    assert artifact.report["spill_bytes"] <= (PORTABLE_SPILL_BYTES if kernel.template.endswith("_mma") else 0)
+    hopper = kernel.template.endswith("_sm90")
+    assert artifact.report["spill_bytes"] <= (HOPPER_VARIANT_SPILL_BYTES if hopper else PORTABLE_SPILL_BYTES)
 
 
 @each(ALL)
