@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+from kernels import Kernel
 
 from qla_jit import build, toolchain
 from qla_jit.artifacts import Artifact, ArtifactStore
@@ -50,15 +51,12 @@ def built(request, cache) -> dict:
     """Kernel → None, or why it did not build; every kernel that a selected test is parametrised with."""
     wanted = []
     for item in request.session.items:
-        wanted += [v for name, v in getattr(item, "callspec", _NoParams).params.items() if name == "kernel"]
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        wanted += [value for name, value in params.items() if name == "kernel" and isinstance(value, Kernel)]
     wanted = sorted(dict.fromkeys(wanted), key=lambda k: not k.template.startswith("fused"))  # the slow ones first
     with ProcessPoolExecutor(JOBS, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {kernel: pool.submit(_build, kernel, str(cache.root)) for kernel in wanted}
         return {kernel: future.result(TIMEOUT_S) for kernel, future in futures.items()}
-
-
-class _NoParams:
-    params: dict = {}
 
 
 @pytest.fixture
