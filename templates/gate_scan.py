@@ -19,7 +19,7 @@ PARAMETERS = (
 
 
 def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
-    return (Role("scan", schedule["threads"] // 32, 32, "loads, scans and stores a tile of gates"),)
+    return (Role("scan", schedule["threads"] // 32, 64, "loads, scans and stores a tile of gates"),)
 
 
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
