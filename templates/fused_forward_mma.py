@@ -19,7 +19,7 @@ NAME = "fused_forward_mma"
 
 PARAMETERS = (
     Parameter("dv_split", (1, 2), 2, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
-    Parameter("stages", (1, 2), 1, "copies in flight: chunks of K, Q, V and Ã in shared memory"),
+    Parameter("copies", ("plain", "async"), "plain", "how a chunk reaches shared memory: loads and stores, or cp.async"),
     Parameter("threads", (128, 256), 128, "threads per CTA; each warp owns rows of d_v"),
 )
 
@@ -34,13 +34,13 @@ def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
 
 
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
-    c, dk, dv, stages = problem.chunk_size, problem.head_dim_k, dv_tile(problem, schedule), schedule["stages"]
+    c, dk, dv = problem.chunk_size, problem.head_dim_k, dv_tile(problem, schedule)
     return (
-        SharedBuffer("k", stages * c * dk, 2),
-        SharedBuffer("q", stages * c * dk, 2),
-        SharedBuffer("v", stages * c * dv, 2),
-        SharedBuffer("a", stages * c * c, 2),
-        SharedBuffer("gates", stages * c, 4),
+        SharedBuffer("k", c * dk, 2),
+        SharedBuffer("q", c * dk, 2),
+        SharedBuffer("v", c * dv, 2),
+        SharedBuffer("a", c * c, 2),
+        SharedBuffer("gates", c, 4),
         SharedBuffer("t", c * c, 2),
         SharedBuffer("p", c * c, 2),
         SharedBuffer("o", c * dv, 2),
@@ -130,7 +130,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                         state[r, c] = T.cast(initial[seq, head, c, dv0 + r], "float32")
             else:
                 T.clear(state)
-            for i in T.Pipelined(T.ceildiv(length, C), num_stages=0 if schedule["stages"] == 1 else schedule["stages"]):
+            for i in T.Pipelined(T.ceildiv(length, C), num_stages=int(schedule["copies"] == "async")):
                 for r, c in T.Parallel(C, DK):
                     k_s[r, c] = k[T.min(token0 + i * C + r, last), head // GROUP, c]
                 for r, c in T.Parallel(C, DK):

@@ -36,7 +36,7 @@ def load(name, problem):
     return runtime.load(build.ensure(spec, ArtifactStore()))
 
 
-@pytest.mark.parametrize(("name", "problem"), kernels())
+@pytest.mark.parametrize(("name", "problem"), tuple(kernels()))
 def test_kernel_matches_float64_on_edge_lengths_and_any_decay(name, problem):
     kernel = load(name, problem)
     for seed, lengths in enumerate(LENGTHS):
