@@ -20,6 +20,7 @@ MIN_SAMPLES = 5
 SAMPLING_S = 1.0  # a slow kernel gets fewer samples rather than more time
 #: Checked besides the workload itself: one token, around one chunk, and a tail (MATH.md's edge shapes).
 EDGE_LENGTHS = (1, 63, 64, 65, 130, 257)
+EDGE_GATES = ("none", "violent")  # the workload itself has mild decay on most heads and none on the others
 
 
 @dataclass
@@ -46,13 +47,14 @@ class Bench:
         self._cases: dict = {}
         self._flush = None
 
-    def case(self, problem: Problem, lengths: Sequence[int], seed: int | str):
-        """A cached case; another problem or workload frees the previous ones."""
+    def case(self, problem: Problem, lengths: Sequence[int], seed: int | str, gates: str = "bench"):
+        """A cached case; another problem frees the previous ones."""
         if self._key != problem:
             self._key, self._cases = problem, {}
-        key = (tuple(lengths), seed)
+        key = (tuple(lengths), seed, gates)
         if key not in self._cases:
-            self._cases[key] = self._make_case(problem, lengths, 0 if isinstance(seed, str) else seed, self._device)
+            number = 0 if isinstance(seed, str) else seed
+            self._cases[key] = self._make_case(problem, lengths, number, self._device, gates=gates)
         return self._cases[key]
 
     def forget(self) -> None:
@@ -86,8 +88,11 @@ def measure(
     stage("verify")
     started = time.perf_counter()
     if verify:
-        edge = bench.case(problem, EDGE_LENGTHS, seed)
-        checks = [("edge lengths", edge, None), (f"seed {seed}", arena, data[0]), (f"seed {seed + 1}", arena, data[1])]
+        checks = [
+            *((f"edge lengths, {gates} decay", bench.case(problem, EDGE_LENGTHS, seed, gates), None) for gates in EDGE_GATES),
+            (f"seed {seed}", arena, data[0]),
+            (f"seed {seed + 1}", arena, data[1]),
+        ]
         for name, case, source in checks:
             if not _is_right(found, name, case, source, lambda case=case: case.launch(kernel)):
                 found.verify_s = time.perf_counter() - started

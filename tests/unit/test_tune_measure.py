@@ -7,7 +7,7 @@ import torch
 from tuning_fakes import problem
 
 from qla_jit.tune import measure as module
-from qla_jit.tune.measure import EDGE_LENGTHS, Bench, measure
+from qla_jit.tune.measure import EDGE_GATES, EDGE_LENGTHS, Bench, measure
 
 
 class FakeCase:
@@ -15,8 +15,8 @@ class FakeCase:
 
     tolerance = 6e-3
 
-    def __init__(self, problem, lengths, seed, device):
-        self.lengths, self.value = tuple(lengths), float(seed + 1)
+    def __init__(self, problem, lengths, seed, device, gates):
+        self.lengths, self.value, self.gates = tuple(lengths), float(seed + 1), gates
         self.output = 0.0
 
     def refill(self, other):
@@ -26,7 +26,7 @@ class FakeCase:
         self.output = math.nan
 
     def launch(self, kernel):
-        self.output = kernel(self.value, self.output, self.lengths)
+        self.output = kernel(self.value, self.output, (self.lengths, self.gates))
 
     def error(self):
         return abs(self.output / (2 * self.value) - 1)
@@ -69,9 +69,11 @@ def test_kernel_that_is_right_for_one_seed_only_is_wrong():
     assert found.samples_us == ()
 
 
-def test_kernel_that_is_wrong_at_edge_lengths_is_wrong():
-    found = run(lambda x, y, n: 2 * x * (1 + (n == EDGE_LENGTHS)))
-    assert (found.status, found.reason[:12]) == ("wrong", "edge lengths")
+@pytest.mark.parametrize("gates", EDGE_GATES)
+def test_kernel_that_is_wrong_at_edge_lengths_or_a_decay_is_wrong(gates):
+    found = run(lambda x, y, n: 2 * x * (1 + (n == (EDGE_LENGTHS, gates))))
+    assert found.status == "wrong"
+    assert found.reason.startswith(f"edge lengths, {gates} decay")
 
 
 def test_graph_that_remembers_old_data_is_wrong():
@@ -79,7 +81,7 @@ def test_graph_that_remembers_old_data_is_wrong():
 
     def kernel(x, y, lengths):
         calls.append(x)
-        return 2 * calls[2] if len(calls) > 2 else 2 * x
+        return 2 * calls[3] if len(calls) > 3 else 2 * x
 
     found = run(kernel)
     assert found.status == "wrong"
@@ -96,9 +98,9 @@ def test_repeated_timing_of_a_verified_kernel_skips_the_checks():
 
 def test_data_is_made_once_per_seed_and_freed_for_another_problem():
     made = []
-    bench = Bench("none", lambda *a: (made.append(a), FakeCase(*a))[1])
+    bench = Bench("none", lambda *a, **k: (made.append(a), FakeCase(*a, **k))[1])
     for _ in range(3):
         run(lambda x, y, n: 2 * x, bench=bench)
-    assert len(made) == 5  # three seeds, the arena, the edge lengths
+    assert len(made) == 6  # three seeds, the arena, the edge lengths without and with violent decay
     bench.case(problem(8, 32), [64], 0)
     assert len(bench._cases) == 1
