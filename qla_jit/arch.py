@@ -59,7 +59,7 @@ def detect(device: int | None = None) -> Arch:
     import torch
 
     if not torch.cuda.is_available():
-        raise UnsupportedError("`torch.cuda.is_available()` must hold to detect the arch; pass arch='sm90' to name one.")
+        raise UnsupportedError("`torch.cuda.is_available()` must hold to detect the arch; name it: arch='sm90'.")
     capability = torch.cuda.get_device_capability(device)
     for arch in ARCHS.values():
         if arch.capability == capability:

@@ -19,7 +19,9 @@ CHUNK_SIZES = (32, 64)
 KERNEL_FIELDS = {
     "kkt_inverse": ("dtype", "head_dim_k", "num_heads", "num_value_heads"),
     "gate_scan": ("num_value_heads",),
-    "fused_forward": ("dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first"),
+    "fused_forward": (
+        "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
+    ),
 }
 KERNELS = tuple(KERNEL_FIELDS)
 
@@ -117,5 +119,5 @@ class Problem:
     def from_dict(cls, values: dict) -> Problem:
         """Inverse of `as_dict`; refuses unknown names."""
         unknown = set(values) - {f.name for f in fields(cls)}
-        _require(not unknown, "only known problem fields", f"{sorted(unknown)}", "the row was written by a newer version.")
+        _require(not unknown, "only known problem fields", f"{sorted(unknown)}", "the row comes from a newer version.")
         return cls(**values)

@@ -32,7 +32,7 @@ def compiled(config: OpConfig) -> CompiledOp:
 
 
 @functools.cache
-def _config(heads: int, value_heads: int, dim_k: int, dim_v: int, dtype, state_dtype, v_first: bool, device: int) -> OpConfig:
+def _config(heads: int, value_heads: int, dim_k: int, dim_v: int, dtype, state_dtype, v_first: bool, device: int):
     names = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
     return OpConfig(heads, value_heads, dim_k, dim_v, names[dtype], names[state_dtype], v_first, _arch_name(device))
 

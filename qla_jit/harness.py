@@ -125,7 +125,8 @@ def _gate_scan_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
     def reference():
         return {"log_gates": gate_scan_reference(inputs.g, inputs.cu_host, problem.chunk_size)}
 
-    return Case(problem, {"g": g, "bounds": inputs.cu_seqlens, "log_gates": log_gates}, reference, owned, SCAN_TOLERANCE)
+    tensors = {"g": g, "bounds": inputs.cu_seqlens, "log_gates": log_gates}
+    return Case(problem, tensors, reference, owned, SCAN_TOLERANCE)
 
 
 def _fused_forward_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
@@ -134,7 +135,8 @@ def _fused_forward_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
     initial = inputs.initial_state.mT if problem.state_v_first else inputs.initial_state
     initial = initial.to(state_dtype).contiguous()
     nan = float("nan")
-    a = torch.full(launch.inverse_shape(problem, k.shape[0], len(inputs.cu_host) - 1), nan, dtype=k.dtype, device=k.device)
+    shape = launch.inverse_shape(problem, k.shape[0], len(inputs.cu_host) - 1)
+    a = torch.full(shape, nan, dtype=k.dtype, device=k.device)
     a[owned] = kkt_inverse_reference(inputs.k, inputs.beta, inputs.cu_host, problem.chunk_size)[owned].to(a.dtype)
     log_gates = torch.full(a.shape[:3], nan, dtype=torch.float32, device=k.device)
     log_gates[owned] = gate_scan_reference(inputs.g, inputs.cu_host, problem.chunk_size)[owned].float()

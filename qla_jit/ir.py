@@ -223,9 +223,14 @@ class _Walk:
             self.mbarriers += elements if scope == "shared.barrier" else 0
 
     def _expression(self, root, place: _Place) -> None:
+        problems: list[ToolError] = []  # raised after the walk: TVM turns what a visitor raises into a RuntimeError
+
         def visit(node):
             if isinstance(node, self.tirx.Call):
-                self._call(node, place)
+                try:
+                    self._call(node, place)
+                except ToolError as problem:
+                    problems.append(problem)
             elif isinstance(node, self.tirx.BufferLoad) and node.buffer.scope() == "global":
                 key = (place.body, place.first, str(node))
                 if key not in self._seen:
@@ -233,6 +238,8 @@ class _Walk:
                     self._plain("plain_bytes_read", node, place)
 
         self.tirx.stmt_functor.post_order_visit(root, visit)
+        if problems:
+            raise problems[0]
 
     def _call(self, node, place: _Place) -> None:
         name = getattr(node.op, "name", "")
@@ -252,7 +259,10 @@ class _Walk:
             self.waits[int(node.args[0])] += 1
         elif name == "tirx.tvm_storage_sync":
             self.sites["sync"] += 1
-        elif "cp_async" in name:
+        elif name == "tl.ptx_cp_async":  # (shared pointer, global pointer, elements, predicate), by every thread
+            moved = int(node.args[2]) * self._itemsize(node.args[0].args[0].dtype)
+            self._add(place, plain_bytes_read=moved * place.trips * place.threads)
+        elif "cp_async" in name and not name.endswith(("commit_group", "wait_group", "commit", "wait")):
             raise ToolError(f"every copy must be counted, but got {name}; teach qla_jit.ir.")
         elif name == "tirx.call_extern":
             self.helpers.add(str(node.args[0].value))

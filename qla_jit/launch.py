@@ -23,7 +23,9 @@ from .ragged import num_slots
 ARGUMENTS = {
     "kkt_inverse": ("k", "beta", "bounds", "a"),
     "gate_scan": ("g", "bounds", "log_gates"),
-    "fused_forward": ("q", "k", "v", "a", "log_gates", "bounds", "initial", "final", "o", "scale", "has_initial", "has_final"),
+    "fused_forward": (
+        "q", "k", "v", "a", "log_gates", "bounds", "initial", "final", "o", "scale", "has_initial", "has_final",
+    ),
 }
 OUTPUTS = {"kkt_inverse": ("a",), "gate_scan": ("log_gates",), "fused_forward": ("o", "final")}
 

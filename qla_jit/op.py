@@ -45,7 +45,7 @@ class CompiledKernel:
 
 
 class CompiledOp:
-    """The operator for one `OpConfig`: callable on CUDA tensors, launches on torch's current stream, never synchronises.
+    """The operator for one `OpConfig`: takes CUDA tensors, launches on torch's current stream, never synchronises.
 
     After the first call it may be captured into a CUDA graph.  Allocates o, the final state and the workspace
     (``a`` and ``log_gates``) with torch's allocator.
@@ -96,8 +96,9 @@ class CompiledOp:
         initial = self._absent_state(q.device) if initial_state is None else initial_state
         self._kkt_inverse(k, beta, bounds, a)
         self._gate_scan(g, bounds, log_gates)
+        scale = self.config.head_dim_k**-0.5 if scale is None else scale
         self._fused_forward(
-            q, k, v, a, log_gates, bounds, initial, final, out, self.config.head_dim_k**-0.5 if scale is None else scale,
+            q, k, v, a, log_gates, bounds, initial, final, out, scale,
             int(initial_state is not None), int(output_final_state),
         )  # fmt: skip
         return out, final if output_final_state else None
@@ -140,15 +141,15 @@ def compile(
         artifact = store.get(spec, build.flags(spec)) if strict else build.ensure(spec, store)
         if artifact is None:
             raise KernelMissingError(
-                f"in strict mode every kernel must be in {store.root}, but {spec} with {spec.schedule} is not; build it "
-                "ahead with qla_jit.compile(config) where nvcc is installed."
+                f"in strict mode every kernel must be in {store.root}, but {spec} with {spec.schedule} is not; "
+                "build it ahead with qla_jit.compile(config) where nvcc is installed."
             )
         kernels[name] = CompiledKernel(spec, match, artifact, runtime.load(artifact))
     return CompiledOp(config, chunk_size, kernels)
 
 
 def _chunk_size(config: OpConfig, db: Database) -> int:
-    """The chunk size whose tuned kernels are fastest in sum; 64 (or the one that is supported) where nothing is tuned."""
+    """The chunk size whose tuned kernels are fastest in sum; the largest supported one where nothing is tuned."""
     totals = {}
     for chunk_size in reversed(CHUNK_SIZES):
         try:

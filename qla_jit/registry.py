@@ -33,7 +33,8 @@ def get_template(name: str) -> Template:
     try:
         return templates()[name]
     except KeyError:
-        raise ConfigError(f"`template in {sorted(templates())}` must hold, but got {name!r}; the row may be newer.") from None
+        known = sorted(templates())
+        raise ConfigError(f"`template in {known}` must hold, but got {name!r}; the row may be newer.") from None
 
 
 def candidates(problem: Problem) -> list[Template]:

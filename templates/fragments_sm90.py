@@ -51,7 +51,7 @@ __device__ __forceinline__ unsigned pack(float low, float high, const half_t*) {
   return pair;
 }
 
-// pairs <- columns `column0` .. + 15 of the value tile, transposed: rows d_v, columns tokens, as accumulators hold them.
+// pairs <- columns `column0` .. + 15 of the value tile, transposed as accumulators hold it: rows d_v, columns tokens.
 template <typename Element>
 __device__ __forceinline__ void load_values(unsigned* pairs, const Element* values, int column0) {
   int lane = threadIdx.x & 31, matrix = lane >> 3, row = lane & 7;
@@ -75,8 +75,8 @@ __device__ __forceinline__ void load_factors(float* factors, const float* factor
   }
 }
 
-// operand <- Vt - gamma * acc, rounded (m64n64 accumulator as register operand A; rows d_v, columns tokens); tokens from
-// `valid` on become 0, whatever V holds there.
+// operand <- Vt - gamma * acc, rounded: a 64 x 64 accumulator (rows d_v, columns tokens) as register operand A.  Tokens
+// from `valid` on become 0, whatever V holds there.
 template <typename Element>
 __device__ __forceinline__ void subtract_from_values(const float* acc, const unsigned* pairs, const float* gamma,
                                                      int valid, Element* operand) {

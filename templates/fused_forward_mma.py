@@ -19,7 +19,7 @@ NAME = "fused_forward_mma"
 
 PARAMETERS = (
     Parameter("dv_split", (1, 2), 2, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
-    Parameter("copies", ("plain", "async"), "plain", "how a chunk reaches shared memory: loads and stores, or cp.async"),
+    Parameter("copies", ("plain", "async"), "plain", "how chunks reach shared memory: load and store, or cp.async"),
     Parameter("threads", (128, 256), 128, "threads per CTA; each warp owns rows of d_v"),
 )
 

@@ -8,17 +8,18 @@ Two-step form of MATH.md (6)-(9), with Ã = A' diag(β) from `kkt_inverse` and Y
 The state is kept transposed, Sᵀ [d_v, d_k] in fp32 accumulators, 64 rows of d_v per state group, so that an
 accumulator is, after rounding, the register operand of the next product.
 
-| role      | warps     | per chunk, in order                                  | waits on            | signals             |
-| --------- | --------- | ---------------------------------------------------- | ------------------- | ------------------- |
-| load      | 1         | TMA K, Q; Ã; V                                       | kq/a/v_free         | kq/a/v_full         |
-| gates     | 1         | g → γ, scale·γ, γ_C/γ                                | kq_free             | kq_full             |
-| store     | 1 per 64 d_v | O tile to device memory (TMA; masked rows at a tail) | o_full            | o_free              |
-| operands  | 4         | Q Kᵀ → P; B = P Ã, ∘Γ → smem; X = Ãᵀ K, ·γ_C/γ → smem | kq/a_full, xb_free  | xb_full, kq/a_free  |
-| state × n | 4 each    | K S, Q S → Y → Xᵀ Y → γ Q S + B Y → O tile           | kq/v/xb_full, o_free | kq/v/xb_free, o_full |
+| role      | warps  | per chunk, in order                           | waits for            | signals              |
+| --------- | ------ | --------------------------------------------- | -------------------- | -------------------- |
+| load      | 1      | TMA K, Q; Ã; V                                | kq/a/v_free          | kq/a/v_full          |
+| gates     | 1      | g → γ, scale·γ, γ_C/γ                         | kq_free              | kq_full              |
+| store × n | 1 each | O tile to memory (TMA; masked rows at a tail) | o_full               | o_free               |
+| operands  | 4      | Q Kᵀ → P; P Ã ∘Γ → B; Ãᵀ K γ_C/γ → X          | kq/a_full, xb_free   | xb_full, kq/a_free   |
+| state × n | 4 each | K S, Q S → Y → Xᵀ Y → γ Q S + B Y → O tile    | kq/v/xb_full, o_free | kq/v/xb_free, o_full |
 
-Stages: K, Q and gates `stages_kq`; Ã, V, X and B two each (`stages_xb` for X, B); O one per state group.  Registers per
-role come from the schedule.  TileLang's own barrier insertion is off: every exchange between threads goes through one of
-the mbarriers above, or (in `operands`, at a partial chunk) the named barrier 2, and each accumulator stays in its thread.
+Stages: K, Q and gates `stages_kq`; Ã, V, X and B two each (`stages_xb` for X, B); O one per state group (n of them).
+Registers per role come from the schedule.  TileLang's own barrier insertion is off: all exchange between threads goes
+through one of the mbarriers above, or (in `operands`, at a partial chunk) named barrier 2, and accumulators stay in
+their threads.
 
 Rules that ptxas imposes (it serialises every product of the kernel otherwise): no product in flight at the end of the
 loop body, none issued under a condition, and no more accumulators and operands between two full waits than registers.
@@ -106,13 +107,13 @@ def launch_registers(table: tuple[Role, ...]) -> int:
 def _registers_fit(problem: Problem, schedule: Schedule, arch) -> str | None:
     table = roles(problem, schedule)
     pool, asked = len(table) * launch_registers(table), sum(r.registers for r in table)
-    return f"warp groups ask for {asked} registers per lane in all, the launch reserves {pool}" if asked > pool else None
+    return f"warp groups ask for {asked} registers per lane, the launch reserves {pool}" if asked > pool else None
 
 
 def _registers_used(problem: Problem, schedule: Schedule, arch) -> str | None:
     table = roles(problem, schedule)
     pool, asked = len(table) * launch_registers(table), sum(r.registers for r in table)
-    return f"warp groups ask for {asked} of {pool} registers per lane; another split uses them" if asked < pool - 64 else None
+    return f"warp groups use {asked} of {pool} registers per lane; other splits use more" if asked < pool - 64 else None
 
 
 def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
@@ -159,7 +160,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     state_shape = (DV, DK) if v_first else (DK, DV)
     table = roles(problem, schedule)
     registers = {role.name: role.registers for role in table}
-    end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # one past its last thread
+    end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
     consumers, threads, first_load = 128 * GROUPS, end["load"], end["operands"]
     rows = T.GemmWarpPolicy.FullRow
 
@@ -235,7 +236,9 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.barrier_arrive(v_free[va])
             T.barrier_arrive(xb_free[xb])
             T.barrier_wait(o_free[w], (i + 1) % 2)
-            T.call_extern("handle", "qla::store_transposed", out.data, T.access_ptr(o_s[w, 0, 0], "w"), warp_row - w * 64)
+            T.call_extern(
+                "handle", "qla::store_transposed", out.data, T.access_ptr(o_s[w, 0, 0], "w"), warp_row - w * 64
+            )
             T.barrier_arrive(kq_free[kq])
             T.fence_proxy_async()
             T.barrier_arrive(o_full[w])
@@ -275,7 +278,9 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
             if DK == 128:
                 T.call_extern("handle", "qla::forget", x_right.data)
-                T.wgmma_gemm(a_s[aa, :, :], k_s[kq, :, 64:128], x_right, transpose_A=True, clear_accum=True, policy=rows)
+                T.wgmma_gemm(
+                    a_s[aa, :, :], k_s[kq, :, 64:128], x_right, transpose_A=True, clear_accum=True, policy=rows
+                )
                 T.wait_wgmma(1)
                 T.call_extern(
                     "handle", "qla::store_scaled_rows", x_left.data, T.access_ptr(tail[kq, 0], "r"),
@@ -338,7 +343,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
             gamma_q = T.alloc_shared((KQ, C), "float32", scope="shared")
             tail = T.alloc_shared((KQ, C), "float32", scope="shared")
-            T.annotate_layout({tile: tilelang.layout.make_full_bank_swizzled_layout(tile) for tile in (v_s, x_s, b_s, o_s)})
+            T.annotate_layout({t: tilelang.layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, b_s, o_s)})
             kq_full = T.alloc_barrier(arrive_count=[64] * KQ)
             kq_free = T.alloc_barrier(arrive_count=[consumers + 128] * KQ)
             a_full = T.alloc_barrier(arrive_count=[32] * NA)

@@ -103,9 +103,9 @@ __device__ __forceinline__ void solve_column(const float* block, int column, flo
   }
 }
 
-// out[h] <- (I + tril(diag(beta_h) kk, -1))^-1 diag(beta_h) for `Heads` (1 or 2) value heads of one chunk; by 128 threads.
-// kk: m64n64 accumulators of K Kt.  beta: [Heads][64].  work: fp16 [Heads][64][kPitch].  base: fp32 scratch of the diagonal
-// blocks.  out: 64 x 64 tiles of consecutive heads.  Tokens from `valid` on are absent: beta is 0 there, kk not looked at.
+// out[h] <- (I + tril(diag(beta_h) kk, -1))^-1 diag(beta_h) for `Heads` (1 or 2) value heads of a chunk; 128 threads.
+// kk: m64n64 accumulators of K Kt.  beta: [Heads][64].  work_tiles: fp16 [Heads][64][kPitch].  scratch: fp32 diagonal
+// blocks.  out: 64 x 64 tiles of consecutive heads.  Tokens from `valid` on are absent: beta is 0, kk not looked at.
 template <int Heads, typename Element>
 __device__ __forceinline__ void inverse_of_heads(const float* kk, void* work_tiles, void* scratch, const float* beta,
                                                  Element* out, int valid) {

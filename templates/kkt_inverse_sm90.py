@@ -128,9 +128,10 @@ def prim_func(problem: Problem, schedule: Schedule):
             if valid > 0:
                 T.tma_copy(k[token0 : token0 + C, first_head // GROUP, :], k_s[0:C, :], barrier=loaded[0])
                 T.barrier_arrive(loaded[0])
-                for r in T.Parallel(HEADS * C):
-                    beta_s[r % HEADS * C + r // HEADS] = T.if_then_else(
-                        r // HEADS < valid, beta[T.min(token0 + r // HEADS, num_tokens - 1), first_head + r % HEADS], 0.0
+                for i in T.Parallel(HEADS * C):  # heads of a token are neighbours in memory
+                    token = T.min(token0 + i // HEADS, num_tokens - 1)
+                    beta_s[i % HEADS * C + i // HEADS] = T.if_then_else(
+                        i // HEADS < valid, beta[token, first_head + i % HEADS], 0.0
                     )
                 T.barrier_wait(loaded[0], 0)
                 T.wgmma_gemm(

@@ -58,7 +58,7 @@ def _names(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip()) or allowed
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        raise ConfigError(f"`{option}` must be some of {', '.join(allowed)}, but got {', '.join(unknown)}; remove those.")
+        raise ConfigError(f"`{option}` must be of {', '.join(allowed)}, but got {', '.join(unknown)}; remove those.")
     return names
 
 

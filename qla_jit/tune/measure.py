@@ -88,8 +88,9 @@ def measure(
     stage("verify")
     started = time.perf_counter()
     if verify:
+        edges = {gates: bench.case(problem, EDGE_LENGTHS, seed, gates) for gates in EDGE_GATES}
         checks = [
-            *((f"edge lengths, {gates} decay", bench.case(problem, EDGE_LENGTHS, seed, gates), None) for gates in EDGE_GATES),
+            *((f"edge lengths, {gates} decay", case, None) for gates, case in edges.items()),
             (f"seed {seed}", arena, data[0]),
             (f"seed {seed + 1}", arena, data[1]),
         ]

@@ -122,7 +122,7 @@ class Sweep:
             if not archs_match(problem, self.evaluator.environment.arch):
                 raise ConfigError(
                     f"`arch == {self.evaluator.environment.arch!r}` must hold to measure on "
-                    f"{self.evaluator.environment}, but got {problem.arch!r}; name the arch of the card, or use --compile-only."
+                    f"{self.evaluator.environment}, but got {problem.arch!r}; name its arch, or use --compile-only."
                 )
             space = enumerate_space(problem)
             groups.append([Unit(self.evaluator.space(space, w), w) for w in self.plan.workloads])

@@ -131,7 +131,6 @@ def compile_table(report: CompileReport) -> Table:
     for spec, result in report.compiled:
         numbers = [str(result.report.get(name, "-")) for name in ("spill_bytes", "smem_bytes")]
         registers = registers_text(result.report)
-        problem = spec.problem
-        seconds = f"{result.seconds:.1f}"
-        table.add_row(problem.kernel, heads_of(problem), result.status, registers, *numbers, seconds, _params(spec.schedule))
+        problem, end = spec.problem, (f"{result.seconds:.1f}", _params(spec.schedule))
+        table.add_row(problem.kernel, heads_of(problem), result.status, registers, *numbers, *end)
     return table

@@ -1,4 +1,4 @@
-"""Every template on the card, one kernel at a time, against float64: edge lengths, no decay, violent decay, repeated."""
+"""Every template on the card, one kernel at a time, against float64: edge lengths, any decay, repeated."""
 
 import pytest
 import torch

@@ -199,7 +199,7 @@ def test_rollback_left_by_a_killed_writer_is_finished_by_a_reader(tmp_path):
     path = tmp_path / "t.sqlite"
     with Store(path) as store:
         store.add_trial(trial())
-    crashing = f"""
+    crashing = """
         import os, sqlite3, sys
         c = sqlite3.connect(sys.argv[1], isolation_level=None)
         c.execute("PRAGMA cache_size = 1")
