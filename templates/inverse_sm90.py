@@ -8,7 +8,7 @@ contractions scaled by β, so fp16 holds them; bf16 merges or a Neumann series l
 """
 
 INVERSE_PITCH = 72  # halves per row of the fp16 work tile: 16-byte rows that walk through all banks
-BASE_FLOATS = 4 * 2 * (16 * 24 + 16)  # fp32 scratch: a diagonal block per warp and head
+BASE_FLOATS = 4 * 2 * (16 * 20 + 16)  # fp32 scratch: a diagonal block per warp and head
 
 INVERSE_CUDA = r"""
 #include <tl_templates/cuda/common.h>
@@ -18,7 +18,7 @@ INVERSE_CUDA = r"""
 namespace qla {
 
 constexpr int kPitch = 72;      // halves per row of work
-constexpr int kBasePitch = 24;  // floats per row of a diagonal block: 4 rows of 8 words hit all banks
+constexpr int kBasePitch = 20;  // floats per column of a diagonal block: 4 column pairs x 8 rows hit all banks
 constexpr int kBaseSize = 16 * kBasePitch + 16;  // + 16: the two heads of a warp read other banks
 
 // The sequence that owns `slot`: the last n with bounds[n] / chunk + n <= slot.
@@ -84,22 +84,19 @@ __device__ __forceinline__ unsigned pack(float low, float high, const bfloat16_t
 }
 __device__ __forceinline__ unsigned pack(float low, float high, const half_t*) { return half_pair(low, high); }
 
-// Row r of `block` (fp32, pitch kBasePitch) is row r of L; lane c of a half warp returns column c of (I + L)^-1.
+// x <- column `column` of (I + L)^-1 for a 16 x 16 strictly lower L whose column j is row j of `block` (fp32).  As soon
+// as x[j] is known it is taken out of all later rows, so that the products of a step do not wait for one another.
 __device__ __forceinline__ void solve_column(const float* block, int column, float* x) {
 #pragma unroll
   for (int r = 0; r < 16; ++r) x[r] = r == column ? 1.f : 0.f;
 #pragma unroll
-  for (int r = 1; r < 16; ++r) {
-    float row[16];
+  for (int j = 0; j < 15; ++j) {
+    float l[16];
 #pragma unroll
-    for (int j = 0; j < r; j += 4)
-      *reinterpret_cast<float4*>(row + j) = *reinterpret_cast<const float4*>(block + r * kBasePitch + j);
-    float even = 0.f, odd = 0.f;  // two chains: half the latency
+    for (int r = j / 4 * 4 + (j % 4 == 3) * 4; r < 16; r += 4)
+      *reinterpret_cast<float4*>(l + r) = *reinterpret_cast<const float4*>(block + j * kBasePitch + r);
 #pragma unroll
-    for (int j = 0; j < r; ++j) {
-      if (j & 1) odd = fmaf(row[j], x[j], odd); else even = fmaf(row[j], x[j], even);
-    }
-    x[r] -= even + odd;
+    for (int r = j + 1; r < 16; ++r) x[r] = fmaf(-l[r], x[j], x[r]);
   }
 }
 
@@ -129,8 +126,9 @@ __device__ __forceinline__ void inverse_of_heads(const float* kk, void* work_til
           int column = (j & 1) * 8 + pair, local = group_row + i * 8;
           low = column < local && row < valid ? low * b : 0.f;
           high = column + 1 < local && row < valid ? high * b : 0.f;
-          float* cell = base + h * kBaseSize + local * kBasePitch + column;
-          *reinterpret_cast<float2*>(cell) = make_float2(low, high);
+          float* cell = base + h * kBaseSize + column * kBasePitch + local;  // transposed: see solve_column
+          cell[0] = low;
+          cell[kBasePitch] = high;
         }
       }
     }
