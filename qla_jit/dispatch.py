@@ -47,6 +47,9 @@ def config_of(call: Call) -> OpConfig:
 
 def forward_cuda(call: Call, q, k, v, g, beta, initial_state, out) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a validated call; tensors are ``[B, T, ...]`` and contiguous, g and beta fp32."""
+    if call.device.index not in (None, torch.cuda.current_device()):
+        with torch.cuda.device(call.device):
+            return forward_cuda(call, q, k, v, g, beta, initial_state, out)
     op = compiled(config_of(call))
     bounds = _device_bounds(call)
     if initial_state is not None and not initial_state.is_contiguous():

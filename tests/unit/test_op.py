@@ -1,0 +1,93 @@
+"""`compile` and `CompiledOp` without a card: the choice of kernels, strict mode, and the order and arguments of launches."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qla_jit import launch, op
+from qla_jit.config import KERNELS, OpConfig
+from qla_jit.db import open_db
+from qla_jit.errors import KernelMissingError
+from qla_jit.registry import select
+
+CONFIG = OpConfig(2, 4, 64, 128)
+
+
+@pytest.fixture
+def db(tmp_path):
+    with open_db(tmp_path / "user.sqlite") as database:
+        yield database
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Kernels that record their arguments instead of running."""
+    seen = []
+
+    def ensure(spec, store):
+        return SimpleNamespace(spec=spec, report={"registers": 1})
+
+    def load(artifact):
+        return lambda *args: seen.append((artifact.spec.problem.kernel, args))
+
+    monkeypatch.setattr(op.build, "ensure", ensure)
+    monkeypatch.setattr(op.runtime, "load", load)
+    return seen
+
+
+def tokens(total, config=CONFIG):
+    h, hv, dtype = config.num_heads, config.num_value_heads, torch.bfloat16
+    q, k = (torch.randn(total, h, config.head_dim_k).to(dtype) for _ in range(2))
+    v = torch.randn(total, hv, config.head_dim_v).to(dtype)
+    return q, k, v, torch.zeros(total, hv), torch.ones(total, hv)
+
+
+def test_kernels_run_in_the_order_of_their_data(db, launches):
+    compiled = op.compile(CONFIG, db=db)
+    compiled(*tokens(70), torch.tensor([0, 5, 70], dtype=torch.int32))
+    assert [name for name, _ in launches] == list(KERNELS)
+    for name, args in launches:
+        assert len(args) == len(launch.ARGUMENTS[name])
+
+
+def test_workspace_has_a_slot_per_chunk_and_states_the_layout_of_the_config(db, launches):
+    config = OpConfig(2, 4, 64, 128, state_v_first=True, state_dtype="bfloat16")
+    compiled = op.compile(config, db=db)
+    o, final = compiled(*tokens(70), torch.tensor([0, 5, 70], dtype=torch.int32), output_final_state=True)
+    given = dict(zip(launch.ARGUMENTS["fused_forward"], launches[-1][1]))
+    assert given["a"].shape == (70 // 64 + 2, 4, 64, 64)
+    assert given["log_gates"].shape == (3, 4, 64) and given["log_gates"].dtype == torch.float32
+    assert final.shape == (2, 4, 128, 64) and final.dtype == torch.bfloat16 and final is given["final"]
+    assert o.shape == (70, 4, 128) and o is given["o"]
+    assert (given["has_initial"], given["has_final"]) == (0, 1)
+    assert given["scale"] == pytest.approx(64**-0.5)
+
+
+def test_absent_states_cost_one_placeholder_per_device(db, launches):
+    compiled = op.compile(CONFIG, db=db)
+    bounds = torch.tensor([0, 70], dtype=torch.int32)
+    for _ in range(2):
+        assert compiled(*tokens(70), bounds)[1] is None
+    states = {id(t) for name, args in launches if name == "fused_forward" for t in args[6:8]}
+    assert len(states) == 1
+
+
+def test_schedules_given_by_the_caller_replace_the_lookup(db, launches):
+    problem = CONFIG.problem("gate_scan")
+    chosen = select(problem).default(problem).replace(threads=256)
+    compiled = op.compile(CONFIG, db=db, schedules={"gate_scan": chosen})
+    assert compiled.kernels["gate_scan"].spec.schedule == chosen
+    assert compiled.kernels["gate_scan"].match is None
+    assert compiled.kernels["kkt_inverse"].match.kind in ("default", "nearest", "exact", "stale")
+
+
+def test_strict_mode_names_the_missing_kernel_and_compiles_nothing(db, monkeypatch, tmp_path):
+    monkeypatch.setattr(op.build, "ensure", lambda *a: pytest.fail("compiled in strict mode"))
+    with pytest.raises(KernelMissingError, match="strict mode.*kkt_inverse"):
+        op.compile(CONFIG, db=db, store=op.ArtifactStore(tmp_path / "kernels"), strict=True)
+
+
+def test_chunk_64_is_used_where_nothing_is_tuned(db, launches):
+    for arch in ("sm90", "sm120"):
+        assert op.compile(OpConfig(2, 4, arch=arch), db=db).chunk_size == 64
