@@ -56,7 +56,7 @@ def forward_cuda(call: Call, q, k, v, g, beta, initial_state, out) -> tuple[torc
         initial_state = initial_state.contiguous()
     o, final = op(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), g.flatten(0, 1), beta.flatten(0, 1), bounds, call.scale,
-        initial_state, call.output_final_state, None if out is None else out.flatten(0, 1),
+        initial_state, call.output_final_state, None if out is None else out.flatten(0, 1), call.cu_host,
     )  # fmt: skip
     covered = call.cu_host[-1] if call.cu_host is not None else 0
     if covered < o.shape[0]:

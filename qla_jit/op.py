@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from . import build, env, launch, runtime
+from . import build, env, launch, plan, runtime
 from .artifacts import Artifact, ArtifactStore
 from .config import CHUNK_SIZES, KERNELS, OpConfig
 from .db import Database, Match, open_db
 from .errors import KernelMissingError, UnsupportedError
 from .schedule import Schedule
 from .spec import KernelSpec
+
+_MAX_CACHED_CHOICES = 1024
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,23 @@ class CompiledOp:
     (``a`` and ``log_gates``) with torch's allocator.
     """
 
-    def __init__(self, config: OpConfig, chunk_size: int, kernels: dict[str, CompiledKernel]):
+    def __init__(
+        self,
+        config: OpConfig,
+        chunk_size: int,
+        kernels: dict[str, CompiledKernel],
+        options: tuple[plan.Option, ...] = (),
+        variants: dict[Schedule, CompiledKernel] | None = None,
+    ):
+        """kernels: one per name.  options, variants: what `plan` may choose from for `fused_forward` instead."""
         self.config = config
         self.chunk_size = chunk_size
         self.kernels = kernels
+        self.options = options
+        self.variants = {kernels["fused_forward"].spec.schedule: kernels["fused_forward"], **(variants or {})}
+        self._chosen: dict[tuple, Callable[..., None]] = {}
         self._kkt_inverse = kernels["kkt_inverse"].entry
         self._gate_scan = kernels["gate_scan"].entry
-        self._fused_forward = kernels["fused_forward"].entry
         self._problem = kernels["fused_forward"].spec.problem
         self._dtype = launch.torch_dtype(config.dtype)
         self._state_dtype = launch.torch_dtype(config.state_dtype)
@@ -75,11 +87,13 @@ class CompiledOp:
         initial_state: torch.Tensor | None = None,
         output_final_state: bool = False,
         out: torch.Tensor | None = None,
+        cu_host: tuple[int, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the kernels on tokens laid end to end; the arguments are not checked (`chunk_gated_delta_rule` does).
 
         q, k ``[T, H, K]``, v ``[T, HV, V]`` in the config's dtype; g, beta ``[T, HV]`` fp32; bounds ``[N + 1]`` int32,
         cumulative lengths on the device; initial_state in the config's layout and state_dtype.  All contiguous.
+        cu_host: the same lengths on the host, which decide between several tuned schedules of `fused_forward`.
         Returns (o ``[T, HV, V]``, final state or None).
         """
         tokens, sequences = q.shape[0], bounds.shape[0] - 1
@@ -97,7 +111,7 @@ class CompiledOp:
         self._kkt_inverse(k, beta, bounds, a)
         self._gate_scan(g, bounds, log_gates)
         scale = self.config.head_dim_k**-0.5 if scale is None else scale
-        self._fused_forward(
+        self._fused_forward(cu_host, q.device)(
             q, k, v, a, log_gates, bounds, initial, final, out, scale,
             int(initial_state is not None), int(output_final_state),
         )  # fmt: skip
@@ -105,7 +119,23 @@ class CompiledOp:
 
     def report(self) -> list[dict]:
         """One entry per kernel: schedule, why it was chosen, registers per role, spills, shared memory."""
-        return [kernel.report for kernel in self.kernels.values()]
+        others = [k for k in self.kernels.values() if k.spec.problem.kernel != "fused_forward"]
+        return [kernel.report for kernel in (*others, *self.variants.values())]
+
+    def _fused_forward(self, cu_host: tuple[int, ...] | None, device: torch.device) -> Callable[..., None]:
+        """The entry to launch for these lengths; the choice is kept per content."""
+        if cu_host is None or len(self.variants) == 1:
+            return self.kernels["fused_forward"].entry
+        found = self._chosen.get((cu_host, device))
+        if found is None:
+            lengths = [end - start for start, end in zip(cu_host, cu_host[1:])]
+            sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+            fallback = self.kernels["fused_forward"].spec.schedule
+            schedule = plan.choose(self._problem, self.options, lengths, sm_count, fallback)
+            if len(self._chosen) >= _MAX_CACHED_CHOICES:
+                self._chosen.clear()
+            found = self._chosen[cu_host, device] = self.variants[schedule].entry
+        return found
 
     def _absent_state(self, device: torch.device) -> torch.Tensor:
         """A tensor to pass where a state is absent; the kernel does not touch it."""
@@ -130,22 +160,38 @@ def compile(
     $QLA_STRICT).  Raises UnsupportedError, InfeasibleError, CompilerMissingError, BuildError.
     """
     db = open_db() if db is None else db
-    store = ArtifactStore() if store is None else store
-    strict = env.strict() if strict is None else strict
+    load = _Loader(ArtifactStore() if store is None else store, env.strict() if strict is None else strict)
     chunk_size = _chunk_size(config, db)
-    kernels = {}
+    kernels, options, variants = {}, (), {}
     for name in KERNELS:
         problem = config.problem(name, chunk_size)
-        match = None if schedules and name in schedules else db.lookup(problem)
-        spec = KernelSpec(problem, match.schedule if match else schedules[name])
-        artifact = store.get(spec, build.flags(spec)) if strict else build.ensure(spec, store)
+        if schedules and name in schedules:
+            kernels[name] = load(KernelSpec(problem, schedules[name]), None)
+            continue
+        match = db.lookup(problem)
+        kernels[name] = load(KernelSpec(problem, match.schedule), match)
+        if name == "fused_forward":
+            options = plan.options(problem, db.siblings(match))
+            others = {option.schedule for option in options} - {match.schedule}
+            variants = {schedule: load(KernelSpec(problem, schedule), match) for schedule in others}
+    return CompiledOp(config, chunk_size, kernels, options, variants)
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Kernels from the store, built if missing unless ``strict``."""
+
+    store: ArtifactStore
+    strict: bool
+
+    def __call__(self, spec: KernelSpec, match: Match | None) -> CompiledKernel:
+        artifact = self.store.get(spec, build.flags(spec)) if self.strict else build.ensure(spec, self.store)
         if artifact is None:
             raise KernelMissingError(
-                f"in strict mode every kernel must be in {store.root}, but {spec} with {spec.schedule} is not; "
+                f"in strict mode every kernel must be in {self.store.root}, but {spec} with {spec.schedule} is not; "
                 "build it ahead with qla_jit.compile(config) where nvcc is installed."
             )
-        kernels[name] = CompiledKernel(spec, match, artifact, runtime.load(artifact))
-    return CompiledOp(config, chunk_size, kernels)
+        return CompiledKernel(spec, match, artifact, runtime.load(artifact))
 
 
 def _chunk_size(config: OpConfig, db: Database) -> int:

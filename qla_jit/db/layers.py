@@ -88,6 +88,14 @@ class Database:
                 own = reader.best_rows(arch)
         return [*(("user", row) for row in own), *(("shipped", row) for row in self._shipped.get(arch, ()))]
 
+    def siblings(self, match: Match) -> list[BestRow]:
+        """All best rows (one per workload) of the sweep that a match came from; none for a default."""
+        if match.row is None:
+            return []
+        same = (match.layer, match.row.problem, match.row.template_digest)
+        rows = self.best_rows(match.problem.arch)
+        return [row for layer, row in rows if (layer, row.problem, row.template_digest) == same]
+
     def trials(self, problem: Problem | None = None, workload: str | None = None) -> list[Trial]:
         """The user's trials, in the order they were made."""
         reader = self._reader()

@@ -13,7 +13,7 @@ from ..config import OpConfig
 from ..numerics import Inputs, make_inputs, relative_error
 from ..reference import chunk_reference
 from ..tune.measure import Bench
-from ..tune.workload import lengths_of
+from ..workload import lengths_of
 
 HEADS = (16, 64)  # query/key and value heads of the largest Qwen3.5 on one card
 CPU_HEADS = (2, 8)  # the same layer as one of eight cards sees it

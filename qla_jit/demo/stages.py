@@ -32,7 +32,7 @@ from ..tune.replay import ReplayEvaluator
 from ..tune.space import enumerate_space, plan_problems
 from ..tune.sweep import Plan, Report, run_sweep
 from ..tune.worker import Worker
-from ..tune.workload import DEFAULT_WORKLOADS
+from ..workload import DEFAULT_WORKLOADS
 from . import layer, peers
 from .tables import kernel_table, layer_table, sweep_table
 

@@ -16,6 +16,7 @@ from ..db import jsonl
 from ..db.jsonl import Recorder
 from ..db.layers import Database, open_db
 from ..errors import ConfigError, UnsupportedError
+from ..workload import DEFAULT_WORKLOADS, lengths_of
 from . import tables
 from .compile_only import compile_points
 from .compile_pool import CompilePool
@@ -27,7 +28,6 @@ from .replay import ReplayEvaluator
 from .space import plan_problems
 from .sweep import Plan, Report, run_sweep
 from .worker import Worker
-from .workload import DEFAULT_WORKLOADS, lengths_of
 
 EXIT_INTERRUPTED = 130
 #: Heads of the models that are tuned when none are named: Qwen3.5/3.6 and Qwen3-Next at TP 1 to 8.

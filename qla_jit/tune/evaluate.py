@@ -16,10 +16,10 @@ from ..config import Problem
 from ..db.records import Environment, Times, Trial
 from ..schedule import Schedule
 from ..spec import KernelSpec
+from ..workload import lengths_of
 from .compile_pool import Compiled, CompilePool
 from .space import Space
 from .worker import Worker
-from .workload import lengths_of
 
 SAMPLES = 40
 RACE_SAMPLES = 20

@@ -1,4 +1,4 @@
-"""`compile` and `CompiledOp` without a card: the choice of kernels, strict mode, and the order and arguments of launches."""
+"""`compile` and `CompiledOp` without a card: kernels chosen, strict mode, order and arguments of launches."""
 
 from types import SimpleNamespace
 
@@ -7,9 +7,9 @@ import torch
 
 from qla_jit import launch, op
 from qla_jit.config import KERNELS, OpConfig
-from qla_jit.db import open_db
+from qla_jit.db import BestRow, Environment, open_db
 from qla_jit.errors import KernelMissingError
-from qla_jit.registry import select
+from qla_jit.registry import digest, select
 
 CONFIG = OpConfig(2, 4, 64, 128)
 
@@ -71,6 +71,28 @@ def test_absent_states_cost_one_placeholder_per_device(db, launches):
         assert compiled(*tokens(70), bounds)[1] is None
     states = {id(t) for name, args in launches if name == "fused_forward" for t in args[6:8]}
     assert len(states) == 1
+
+
+def test_several_tuned_schedules_are_loaded_and_lengths_choose_between_them(db, launches, monkeypatch):
+    problem = CONFIG.problem("fused_forward")
+    whole = select(problem).default(problem)
+    halves = whole.replace(dv_split=2, registers="40/168/240")
+    card = Environment("card", "sm90", 132, "1", "13.0", "0.1", "2.0")
+    for workload, schedule, us, default_us in (("1024x80", whole, 300.0, 300.0), ("1x8192", halves, 200.0, 300.0)):
+        db.store.put_best(
+            BestRow(problem, workload, schedule, us, default_us, digest(schedule.template), card, 5)
+        )
+    monkeypatch.setattr(op.torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(op.runtime, "load", lambda artifact: lambda *args: launches.append(artifact.spec.schedule))
+    compiled = op.compile(CONFIG, db=db)
+    assert set(compiled.variants) == {whole, halves}
+    assert len(compiled.report()) == 4
+    for lengths, wanted in (([64], halves), ([64] * 100, whole)):
+        cu = [0]
+        for length in lengths:
+            cu.append(cu[-1] + length)
+        compiled(*tokens(cu[-1]), torch.tensor(cu, dtype=torch.int32), cu_host=tuple(cu))
+        assert launches[-1] == wanted
 
 
 def test_schedules_given_by_the_caller_replace_the_lookup(db, launches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigError
+from .errors import ConfigError
 
 #: Measured when nothing else is asked: one long sequence that leaves most of the card idle, and a batch that fills it.
 DEFAULT_WORKLOADS = ("8192x4", "1x8192")

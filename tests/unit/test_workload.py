@@ -1,7 +1,7 @@
 import pytest
 
 from qla_jit.errors import ConfigError
-from qla_jit.tune.workload import DEFAULT_WORKLOADS, lengths_of
+from qla_jit.workload import DEFAULT_WORKLOADS, lengths_of
 
 
 @pytest.mark.parametrize(
