@@ -78,7 +78,7 @@ def test_several_tuned_schedules_are_loaded_and_lengths_choose_between_them(db, 
     whole = select(problem).default(problem)
     halves = whole.replace(dv_split=2, registers="40/168/240")
     card = Environment("card", "sm90", 132, "1", "13.0", "0.1", "2.0")
-    for workload, schedule, us, default_us in (("1024x80", whole, 300.0, 300.0), ("1x8192", halves, 200.0, 300.0)):
+    for workload, schedule, us, default_us in (("1024x80", whole, 112.0, 112.0), ("1x8192", halves, 200.0, 300.0)):
         db.store.put_best(
             BestRow(problem, workload, schedule, us, default_us, digest(schedule.template), card, 5)
         )
