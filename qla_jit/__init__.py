@@ -19,6 +19,7 @@ _EXPORTS = {
     "Schedule": "schedule",
     "compile": "op",
     "CompiledOp": "op",
+    "select_kernels": "op",
     "chunk_gated_delta_rule": "api",
     "open_db": "db",
     "QlaError": "errors",

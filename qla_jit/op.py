@@ -146,6 +146,45 @@ class CompiledOp:
         return self._absent[device]
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What a config runs: one (spec, match) per kernel, and what `plan` may choose from for `fused_forward`."""
+
+    chunk_size: int
+    kernels: dict[str, tuple[KernelSpec, Match | None]]
+    options: tuple[plan.Option, ...]
+
+    @property
+    def variants(self) -> list[KernelSpec]:
+        """Other schedules of `fused_forward` that a call's lengths may choose."""
+        main = self.kernels["fused_forward"][0]
+        return [KernelSpec(main.problem, o.schedule) for o in self.options if o.schedule != main.schedule]
+
+    @property
+    def specs(self) -> list[KernelSpec]:
+        """Every kernel that a call with this config can launch."""
+        return [*(spec for spec, _ in self.kernels.values()), *self.variants]
+
+
+def select_kernels(
+    config: OpConfig, db: Database | None = None, schedules: dict[str, Schedule] | None = None
+) -> Selection:
+    """Choose the kernels of ``config``; builds nothing.  Arguments and errors as in `compile`."""
+    db = open_db() if db is None else db
+    chunk_size = _chunk_size(config, db)
+    kernels, options = {}, ()
+    for name in KERNELS:
+        problem = config.problem(name, chunk_size)
+        if schedules and name in schedules:
+            kernels[name] = KernelSpec(problem, schedules[name]), None
+            continue
+        match = db.lookup(problem)
+        kernels[name] = KernelSpec(problem, match.schedule), match
+        if name == "fused_forward":
+            options = plan.options(problem, db.siblings(match))
+    return Selection(chunk_size, kernels, options)
+
+
 def compile(
     config: OpConfig,
     db: Database | None = None,
@@ -159,22 +198,12 @@ def compile(
     schedules: override the choice per kernel name.  strict: raise KernelMissingError instead of building (default
     $QLA_STRICT).  Raises UnsupportedError, InfeasibleError, CompilerMissingError, BuildError.
     """
-    db = open_db() if db is None else db
+    chosen = select_kernels(config, db, schedules)
     load = _Loader(ArtifactStore() if store is None else store, env.strict() if strict is None else strict)
-    chunk_size = _chunk_size(config, db)
-    kernels, options, variants = {}, (), {}
-    for name in KERNELS:
-        problem = config.problem(name, chunk_size)
-        if schedules and name in schedules:
-            kernels[name] = load(KernelSpec(problem, schedules[name]), None)
-            continue
-        match = db.lookup(problem)
-        kernels[name] = load(KernelSpec(problem, match.schedule), match)
-        if name == "fused_forward":
-            options = plan.options(problem, db.siblings(match))
-            others = {option.schedule for option in options} - {match.schedule}
-            variants = {schedule: load(KernelSpec(problem, schedule), match) for schedule in others}
-    return CompiledOp(config, chunk_size, kernels, options, variants)
+    kernels = {name: load(spec, match) for name, (spec, match) in chosen.kernels.items()}
+    match = chosen.kernels["fused_forward"][1]
+    variants = {spec.schedule: load(spec, match) for spec in chosen.variants}
+    return CompiledOp(config, chosen.chunk_size, kernels, chosen.options, variants)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .. import toolchain
-from ..config import KERNELS, OpConfig
+from ..config import OpConfig
 from ..db import Database, jsonl, open_db
 from ..errors import CompilerMissingError, ReplayMissError, UnsupportedError
-from ..op import CompiledOp
+from ..op import CompiledOp, select_kernels
 from ..op import compile as compile_op
-from ..spec import KernelSpec
 from ..tune.compile_pool import CompilePool
 from ..tune.environment import has_gpu
 from ..tune.evaluate import LiveEvaluator
@@ -126,10 +125,7 @@ def sweep_recorded(
 
 def build_kernels(config: OpConfig, database: Database, console: Console) -> CompiledOp:
     """Compile what the cache lacks, in parallel, and load the operator; needs nvcc, no card."""
-    specs = []
-    for kernel in KERNELS:
-        problem = config.problem(kernel)
-        specs.append(KernelSpec(problem, database.lookup(problem).schedule))
+    specs = select_kernels(config, database).specs
     with _progress(console) as progress, CompilePool(len(specs)) as pool:
         task = progress.add_task(f"nvcc for {config.arch}", total=len(specs))
         waiting = {pool.submit(spec): spec for spec in specs}

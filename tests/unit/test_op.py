@@ -86,6 +86,7 @@ def test_several_tuned_schedules_are_loaded_and_lengths_choose_between_them(db, 
     monkeypatch.setattr(op.runtime, "load", lambda artifact: lambda *args: launches.append(artifact.spec.schedule))
     compiled = op.compile(CONFIG, db=db)
     assert set(compiled.variants) == {whole, halves}
+    assert len(op.select_kernels(CONFIG, db).specs) == 4  # all that such a config can launch
     assert len(compiled.report()) == 4
     for lengths, wanted in (([64], halves), ([64] * 100, whole)):
         cu = [0]
