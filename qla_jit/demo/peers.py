@@ -28,9 +28,10 @@ def _fla(x: Inputs) -> Run:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     bounds = x.cu_seqlens.long()
+    on_host = bounds.cpu()  # not in the call: a copy to the host cannot be captured into a CUDA graph
     return lambda: chunk_gated_delta_rule(
         *x.tokens, scale=x.scale, initial_state=x.initial_state, output_final_state=True, cu_seqlens=bounds,
-        cu_seqlens_cpu=bounds.cpu(),
+        cu_seqlens_cpu=on_host,
     )  # fmt: skip
 
 
