@@ -193,8 +193,12 @@ def test_two_sweeps_on_one_database_lose_nothing(tmp_path):
 
 def test_ctrl_c_stops_cleanly_with_everything_stored(tmp_path):
     path, code = tmp_path / "t.sqlite", script(tmp_path, "sweep.py", SWEEP)
-    # Sixty trials of 0.3 s: even on a busy machine the signal comes long before the last.
-    process = subprocess.Popen([sys.executable, code, str(path), "0.3"], stdout=subprocess.PIPE, text=True)
+    # Sixty trials of 0.3 s: even on a busy machine the signal comes long before the last.  A shell's background jobs
+    # inherit SIGINT as ignored, and so would Python.
+    process = subprocess.Popen(
+        [sys.executable, code, str(path), "0.3"], stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     seen = [process.stdout.readline() for _ in range(5)]
     os.kill(process.pid, signal.SIGINT)
     rest = process.stdout.read().splitlines()
