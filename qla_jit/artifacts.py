@@ -96,6 +96,13 @@ class ArtifactStore:
         usable = [a for a in found if a.report["toolchain"]["tilelang"] == tools.tilelang]
         return min(usable, key=lambda a: a.report["flags"] != list(flags), default=None)
 
+    def toolchains(self) -> list[dict | None]:
+        """The toolchain of every entry, None where its manifest cannot be read; CacheError as `get`."""
+        if not self.root.exists():
+            return []
+        self._check_owner()
+        return [_toolchain_of(entry) for entry in sorted(self.root.glob("[!.]*/[!.]*"))]
+
     def prepare(self) -> None:
         """Create the root if need be (mode 0700); raise CacheError unless it can be written and is the user's alone."""
         missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
@@ -203,6 +210,14 @@ class ArtifactStore:
 
     def _unwritable(self, why: object) -> CacheError:
         return CacheError(f"the kernel cache {self.root} must be writable, but: {why}; set {env.CACHE_DIR}.")
+
+
+def _toolchain_of(entry: Path) -> dict | None:
+    try:
+        found = json.loads((entry / MANIFEST).read_text())["report"]["toolchain"]
+    except (OSError, ValueError, KeyError, TypeError):  # such an entry is a miss, too
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _is_private(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """Tuning database: every trial, the best rows, and the lookup that the runtime uses.
 
-Import order inside: records, schema, store, jsonl, lookup, layers.  Imports neither TileLang nor Optuna.
+Import order inside: records, schema, store, jsonl, lookup, layers, merge.  Imports neither TileLang nor Optuna.
 """
 
 from .layers import Database, open_db

@@ -81,7 +81,7 @@ class Database:
         """(layer, row) of both layers, the user's first."""
         if self._uses_shipped and arch not in self._shipped:
             self._shipped[arch] = shipped_rows(arch)
-        reader = self._reader()
+        reader = self.reader()
         own = []
         if reader is not None:
             with reader:
@@ -98,14 +98,17 @@ class Database:
 
     def trials(self, problem: Problem | None = None, workload: str | None = None) -> list[Trial]:
         """The user's trials, in the order they were made."""
-        reader = self._reader()
+        reader = self.reader()
         if reader is None:
             return []
         with reader:
             return reader.trials(problem, workload)
 
-    def _reader(self) -> Store | None:
-        """A short-lived read-only connection: nothing stays open across a fork, and a reader blocks no writer."""
+    def reader(self) -> Store | None:
+        """A short-lived read-only connection to the user's file, None where there is none yet.
+
+        Nothing stays open across a fork, and a reader blocks no writer.
+        """
         if not self.path.exists() or self.path.stat().st_size == 0:
             return None
         try:
@@ -117,6 +120,14 @@ class Database:
             # file that is broken or not ours this raises the same error again and changes nothing.
             Store(self.path).close()
             return Store(self.path, mode="ro")
+
+    def meta(self, key: str) -> str | None:
+        """A named string about the user's file, None where it was never stored."""
+        reader = self.reader()
+        if reader is None:
+            return None
+        with reader:
+            return reader.meta(key)
 
     @property
     def store(self) -> Store:
@@ -131,7 +142,7 @@ class Database:
 
     def export_text(self, arch: str | None = None, trials: bool = True) -> str:
         """The user's records as canonical JSONL."""
-        reader = self._reader()
+        reader = self.reader()
         if reader is None:
             return jsonl.dumps()
         with reader:

@@ -93,11 +93,19 @@ def choose(problem: Problem, rows: Iterable[tuple[str, BestRow]], workload: str 
     return Match(problem, registry.select(problem).default(problem), "default")
 
 
-def _match(problem: Problem, layer: str, row: BestRow) -> Match | None:
+def is_current(row: BestRow) -> bool | None:
+    """Whether a row was measured with its template's source as it is now; None where there is no such template."""
     try:
-        stale = registry.digest(row.schedule.template) != row.template_digest
-    except ConfigError:  # the row's template is not part of this version: no answer for us
+        return registry.digest(row.schedule.template) == row.template_digest
+    except ConfigError:
         return None
+
+
+def _match(problem: Problem, layer: str, row: BestRow) -> Match | None:
+    current = is_current(row)
+    if current is None:  # the row's template is not part of this version: no answer for us
+        return None
+    stale = not current
     apart = distance(problem, row.problem)
     kind = "nearest" if apart else "stale" if stale else "exact"
     return Match(problem, row.schedule, kind, layer, row, apart, stale)
@@ -117,9 +125,10 @@ def _preference(match: Match, workload: str | None) -> tuple:
     )
 
 
-def command(problem: Problem) -> str:
-    """The qla-tune command that measures a problem here."""
-    parts = ["qla-tune", "--arch", problem.arch, "--kernels", problem.kernel, "--heads", heads_of(problem)]
+def command(problem: Problem, *others: Problem) -> str:
+    """The qla-tune command that measures a problem here, and others of its family with it."""
+    heads = ",".join(dict.fromkeys(heads_of(p) for p in (problem, *others)))
+    parts = ["qla-tune", "--arch", problem.arch, "--kernels", problem.kernel, "--heads", heads]
     if problem.head_dim_k:
         key, value = problem.head_dim_k, problem.head_dim_v or problem.head_dim_k
         parts += ["--head-dim", str(key) if key == value else f"{key}:{value}"]

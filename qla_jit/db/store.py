@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import quote
@@ -127,12 +127,27 @@ class Store:
     def add(self, environments: Iterable = (), trials: Iterable[Trial] = (), best: Iterable[BestRow] = ()) -> None:
         """Store many records in one transaction: all of them or none."""
         with self._transaction() as db:
-            for environment in environments:
-                self._put_environment(db, environment)
-            for trial in trials:
-                db["trial"].insert({**self._keys(db, trial), **_trial_row(trial)}, ignore=True)
-            for row in best:
-                db["best"].insert({**self._keys(db, row), **_best_row(row)}, replace=True)
+            self._insert(db, environments, trials, best)
+
+    def merge(
+        self,
+        environments: Iterable[Environment],
+        trials: Iterable[Trial],
+        select: Callable[[list[BestRow]], Iterable[BestRow]],
+    ) -> int:
+        """`add` whose best rows are what ``select`` makes of the stored ones; returns how many trials were new."""
+        with self._transaction() as db:
+            known = self.num_trials
+            self._insert(db, environments, trials, select(self.best_rows()))
+            return self.num_trials - known
+
+    def _insert(self, db, environments: Iterable, trials: Iterable[Trial], best: Iterable[BestRow]) -> None:
+        for environment in environments:
+            self._put_environment(db, environment)
+        for trial in trials:
+            db["trial"].insert({**self._keys(db, trial), **_trial_row(trial)}, ignore=True)
+        for row in best:
+            db["best"].insert({**self._keys(db, row), **_best_row(row)}, replace=True)
 
     def _put_environment(self, db, environment: Environment) -> str:
         db["environment"].insert({"id": environment.id, **environment.as_dict()}, ignore=True)
@@ -165,6 +180,10 @@ class Store:
             cursor = self._connection.execute(sql, arguments)
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row)) for row in cursor]
+
+    @property
+    def num_trials(self) -> int:
+        return self._query("SELECT count(*) AS trials FROM trial")[0]["trials"]
 
     def environments(self) -> dict[str, Environment]:
         """Environments by id."""

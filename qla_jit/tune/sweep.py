@@ -21,23 +21,13 @@ from ..registry import digest
 from ..schedule import Schedule
 from .evaluate import Evaluator, OutOfTimeError
 from .finals import ROUNDS, best_row, finalists, overall_row
+from .last_sweep import Plan, Setup, remember
 from .search import make_strategy
 from .space import Space, archs_match, enumerate_space
 from .worker import WorkerLostError
 
 FINALS_SHARE = 0.15  # of a problem's time
 WEIGHT_POINTS = 64  # a larger space gets no more time for its size
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to tune: problems, workloads, wall seconds (None: until all is tried), trials per unit, search seed."""
-
-    problems: tuple[Problem, ...]
-    workloads: tuple[str, ...]
-    budget_s: float | None = None
-    max_trials: int | None = None
-    seed: int = 0
 
 
 @dataclass
@@ -249,10 +239,13 @@ def run_sweep(
     db: Database,
     listener: Listener | None = None,
     recorder: Recorder | None = None,
+    setup: Setup | None = None,
 ) -> Report:
-    """Run a plan and store every trial and every best row.
+    """Run a plan and store every trial and every best row; ``setup`` is what `recall` gives back beside the plan.
 
     Raises ConfigError for a plan of another arch than the evaluator's, ReplayMissError for a point that was not
     recorded, DatabaseError when a row cannot be stored; never for what a schedule does wrong.
     """
-    return Sweep(plan, evaluator, db, listener or Listener(), recorder).run()
+    sweep = Sweep(plan, evaluator, db, listener or Listener(), recorder)
+    remember(db, plan, setup or Setup())  # not before: a plan that cannot start must not replace one that can go on
+    return sweep.run()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from ..cubin import registers_text
 from ..db.layers import Database
 from ..db.lookup import Match, heads_of
 from ..db.records import BestRow, problem_body
 from .compile_only import CompileReport
+from .doctor import Finding
 from .sweep import Report
 
 
@@ -133,4 +135,15 @@ def compile_table(report: CompileReport) -> Table:
         registers = registers_text(result.report)
         problem, end = spec.problem, (f"{result.seconds:.1f}", _params(spec.schedule))
         table.add_row(problem.kernel, heads_of(problem), result.status, registers, *numbers, *end)
+    return table
+
+
+def doctor_table(findings: Sequence[Finding]) -> Table:
+    table = Table(title="doctor")
+    for name in ("what", "verdict", "found", "what mends it"):
+        table.add_column(name, overflow="fold")
+    for finding in findings:
+        style = "red" if finding.is_problem else None
+        cells = (finding.name, finding.verdict, finding.found, finding.fix if finding.is_problem else "")
+        table.add_row(*map(Text, cells), style=style)  # Text, because paths and errors may look like markup
     return table

@@ -3,11 +3,12 @@ import subprocess
 import sys
 
 import pytest
-from tuning_fakes import FakeEvaluator, best, fake_template, point, problem, use_templates
+from tuning_fakes import FakeEvaluator, best, fake_template, point, problem, trial, use_templates
 
 from qla_jit import cli
 from qla_jit.db import Database, jsonl
-from qla_jit.tune import commands
+from qla_jit.tune import commands, inspect_commands
+from qla_jit.tune.doctor import Finding
 from qla_jit.tune.sweep import Plan, run_sweep
 
 BASE = ["--arch", "sm90", "--head-dim", "128", "--heads", "16:64", "--kernels", "fused_forward", "--workload", "8192x4"]
@@ -130,6 +131,64 @@ def test_interrupted_run_reports_and_exits_130(monkeypatch, capsys):
     assert call(*BASE) == 130
     err = capsys.readouterr().err
     assert "9 trials" in err and "run the same command again" in err
+
+
+def test_resume_goes_on_where_a_stopped_run_was_and_with_its_options(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(commands, "_evaluator", lambda *a: FakeEvaluator(stop_after=9))
+    db = tmp_path / "other file.sqlite"
+    options = ["--seed", "5", "--max-trials", "20", "--device", "1", "--jobs", "3", "--record", tmp_path / "r.jsonl"]
+    assert call(*BASE, *options, "--db", db) == 130
+    assert f"qla-tune resume --db '{db}'" in capsys.readouterr().err
+    asked = []
+    monkeypatch.setattr(commands, "_evaluator", lambda *a: (asked.append(a), FakeEvaluator())[1])
+    assert call("resume", "--db", db, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert asked == [(None, 3, 1, 5)]
+    assert [(u["trials"], u["resumed"], u["workload"]) for u in report["units"]] == [(20, 9, "8192x4")]
+    search = [t for t in jsonl.read(tmp_path / "r.jsonl").trials if t.phase == "search"]
+    assert len({t.schedule for t in search}) == len(search) == 20
+
+
+def test_resume_finds_the_files_of_a_run_from_another_folder(recording, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call(*BASE, "--replay", recording.name, "--picture", "p.png") == 0
+    (tmp_path / "p.png").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert call("resume") == 0
+    assert (tmp_path / "p.png").exists()
+
+
+def test_resume_without_a_sweep_is_an_error_without_traceback(capsys):
+    assert call("resume") == 2
+    err = capsys.readouterr().err
+    assert "user.sqlite" in err and "start one" in err and "Traceback" not in err
+
+
+def test_merge_unites_files_and_says_what_it_did(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(jsonl.dumps([best(median=50.0)], [trial()]))
+    with Database(tmp_path / "b.sqlite", shipped=False) as db:
+        db.store.add(trials=[trial(), trial(created="b")], best=[best(median=60.0), best(workload="*")])
+    into = tmp_path / "into.sqlite"
+    assert call("merge", tmp_path / "a.jsonl", tmp_path / "b.sqlite", "--into", into, "--json") == 0
+    counts = {"trials_read": 3, "trials_new": 2, "best_new": 2, "best_replaced": 0, "best_kept": 0}
+    assert json.loads(capsys.readouterr().out) == {**counts, "db": str(into)}
+    rows = Database(into, shipped=False).best_rows("sm90")
+    assert [(row.workload, row.median_us) for _, row in rows] == [("*", 80.0), ("8192x4", 50.0)]
+    assert call("merge", tmp_path / "a.jsonl", tmp_path / "none.jsonl", "--into", into) == 2
+    assert "none.jsonl" in (err := capsys.readouterr().err) and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("note", 0), ("missing", 1), ("stale", 1), ("broken", 1)])
+def test_doctor_exits_1_for_problems_alone_and_prints_what_mends_them(verdict, code, monkeypatch, capsys):
+    finding = Finding("thing", verdict, "[/x] found", "do this", {"count": 3})
+    monkeypatch.setattr(inspect_commands, "examine", lambda db, store: [Finding("other", "ok", "1"), finding])
+    assert call("doctor", "--json") == code
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["findings"][1]) == (code == 0, finding.as_dict())
+    assert call("doctor") == code
+    out = capsys.readouterr().out
+    assert "[/x] found" in out and ("do this" in out) == (code == 1)
 
 
 def test_import_of_the_package_and_of_the_entry_point_loads_no_tuner():

@@ -1,0 +1,87 @@
+"""Unite tuning databases: trials without duplicates, and of two best rows for one key the better-measured one.
+
+`merge` reads every source before it writes, and writes in one transaction, so a bad source or a full disk leaves the
+target as it was.  The result does not depend on the order of the sources, and merging again changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DatabaseError
+from ..spec import canonical_json
+from . import jsonl
+from .jsonl import Records
+from .layers import Database
+from .lookup import is_current
+from .records import BestRow
+from .store import Store
+
+SQLITE_MAGIC = b"SQLite format 3\0"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge did: trials that were new of those read, and best rows new, replaced, and kept as they were."""
+
+    trials_read: int
+    trials_new: int
+    best_new: int
+    best_replaced: int
+    best_kept: int
+
+
+def read_source(path: str | Path) -> Records:
+    """Records of a JSONL file or of a SQLite database, told apart by content; DatabaseError for anything else."""
+    try:
+        with Path(path).open("rb") as file:
+            is_sqlite = file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
+    except OSError as error:
+        raise DatabaseError(f"a readable source must be given, but {error}; check the path.") from error
+    if not is_sqlite:
+        return jsonl.read(path)
+    with Store(path, mode="ro") as store:
+        return Records(store.environments(), store.best_rows(), store.trials())
+
+
+def better(a: BestRow, b: BestRow) -> BestRow:
+    """The better-measured row: the template's source as it is now, then more trials, then the lower median."""
+    return max(a, b, key=_quality)
+
+
+def _quality(row: BestRow) -> tuple:
+    """The text is last only so that equally good rows give the same answer in any order."""
+    return bool(is_current(row)), row.trials, -row.median_us, canonical_json(row.as_dict())
+
+
+def merge(sources: Sequence[str | Path], into: Database) -> Merged:
+    """Add the records of all sources to the user's file of ``into``.
+
+    Raises DatabaseError for a source that cannot be read or a target that cannot be written; nothing is changed then.
+    """
+    records = [read_source(source) for source in sources]
+    environments = {e.id: e for r in records for e in r.environments.values()}
+    trials = [trial for r in records for trial in r.trials]
+    given = _by_key(row for r in records for row in r.best)
+    before: dict[tuple, BestRow] = {}
+
+    def select(stored: list[BestRow]) -> list[BestRow]:
+        before.update({_key(row): row for row in stored if _key(row) in given})
+        return [row for key, row in given.items() if key not in before or better(before[key], row) != before[key]]
+
+    new = into.store.merge(environments.values(), trials, select)
+    replaced = sum(better(row, given[key]) != row for key, row in before.items())
+    return Merged(len(trials), new, len(given) - len(before), replaced, len(before) - replaced)
+
+
+def _key(row: BestRow) -> tuple:
+    return row.problem, row.workload
+
+
+def _by_key(rows: Iterable[BestRow]) -> dict[tuple, BestRow]:
+    chosen: dict[tuple, BestRow] = {}
+    for row in rows:
+        chosen[_key(row)] = better(chosen[_key(row)], row) if _key(row) in chosen else row
+    return chosen

@@ -1,0 +1,52 @@
+"""The options that several verbs of ``qla-tune`` share, and the problems that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import KERNELS, OpConfig
+from ..errors import ConfigError
+from .space import plan_problems
+
+#: Heads of the models that are tuned when none are named: Qwen3.5/3.6 and Qwen3-Next at TP 1 to 8.
+DEFAULT_HEADS = "2:8,4:16,8:32,16:64,16:48,16:32,16:16,32:32"
+
+Arch = Annotated[str, typer.Option(help="Architecture to tune for: sm90, sm100, sm103, sm120, sm121.")]
+Heads = Annotated[str, typer.Option(help="H:HV query/key and value heads, several separated by commas.")]
+HeadDim = Annotated[str, typer.Option(help="Head dimension, or K:V where they differ.")]
+Kernels = Annotated[str, typer.Option(help=f"Kernels separated by commas, of {', '.join(KERNELS)}; all by default.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
+StateDtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+StateVFirst = Annotated[bool, typer.Option("--state-v-first", help="States are [N, HV, V, K].")]
+ChunkSize = Annotated[str, typer.Option(help="Chunk sizes separated by commas; by default what the templates offer.")]
+DbPath = Annotated[Path | None, typer.Option("--db", help="Tuning database; QLA_DB or your data folder by default.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+
+
+def _pair(text: str, option: str) -> tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) in (1, 2) and all(p.isascii() and p.isdigit() for p in parts):
+        return int(parts[0]), int(parts[-1])
+    raise ConfigError(f"`{option}` must be N or N:M, but got {text!r}; write for example 16:64.")
+
+
+def _names(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip()) or allowed
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise ConfigError(f"`{option}` must be of {', '.join(allowed)}, but got {', '.join(unknown)}; remove those.")
+    return names
+
+
+def problems_of(arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size):
+    """The problems that the options of ``run`` and ``show`` name; ConfigError for what cannot be read."""
+    dim_k, dim_v = _pair(head_dim, "--head-dim")
+    configs = [
+        OpConfig(*_pair(h, "--heads"), dim_k, dim_v, dtype, state_dtype, state_v_first, arch)
+        for h in heads.split(",")
+    ]
+    chunk_sizes = [_pair(c, "--chunk-size")[0] for c in chunk_size.split(",")] if chunk_size else None
+    return plan_problems(configs, _names(kernels, KERNELS, "--kernels"), chunk_sizes)
