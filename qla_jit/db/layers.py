@@ -15,7 +15,7 @@ from .. import env
 from ..config import Problem
 from ..errors import DatabaseError
 from . import jsonl
-from .lookup import Match, choose, family, warn_if_stale
+from .lookup import Match, choose, family, ranked, warn_if_stale
 from .records import BestRow, Trial
 from .store import Store
 
@@ -57,6 +57,10 @@ class Database:
             cached = self._matches[problem, workload] = (stamp, choose(problem, rows, workload))
         warn_if_stale(cached[1])
         return cached[1]
+
+    def near(self, problem: Problem, workload: str | None = None) -> list[Match]:
+        """Rows near enough to answer a problem, best answer first, whether or not they can run there."""
+        return ranked(problem, self._families(problem.arch, self._stamp()).get(family(problem), []), workload)
 
     def _stamp(self) -> object:
         """Changes whenever another process commits: SQLite writes the header of every committed file."""

@@ -85,12 +85,17 @@ def choose(problem: Problem, rows: Iterable[tuple[str, BestRow]], workload: str 
     workload: prefer rows measured on it; otherwise rows over all workloads come first, then those of most trials.
     Raises UnsupportedError when no template answers the problem at all.
     """
-    found = [_match(problem, layer, row) for layer, row in rows if family(row.problem) == family(problem)]
-    found = [m for m in found if m is not None and m.distance <= MAX_DISTANCE]
-    for match in sorted(found, key=lambda m: _preference(m, workload)):
+    for match in ranked(problem, rows, workload):
         if is_feasible(problem, match.schedule):
             return match
     return Match(problem, registry.select(problem).default(problem), "default")
+
+
+def ranked(problem: Problem, rows: Iterable[tuple[str, BestRow]], workload: str | None = None) -> list[Match]:
+    """Every row near enough to answer a problem, best answer first; whether it can run there is not asked."""
+    found = [_match(problem, layer, row) for layer, row in rows if family(row.problem) == family(problem)]
+    found = [m for m in found if m is not None and m.distance <= MAX_DISTANCE]
+    return sorted(found, key=lambda m: _preference(m, workload))
 
 
 def is_current(row: BestRow) -> bool | None:

@@ -1,5 +1,7 @@
 """In which order points are tried: all of them where they are few, else what Optuna's TPE proposes.
 
+Both begin with the template's default and then with what won on the nearest tuned problems (``first``).
+
 Only feasible points are ever returned.  A strategy holds no state that the database does not: it is rebuilt from the
 trials stored so far, so resuming is reading them again.
 """
@@ -7,13 +9,19 @@ trials stored so far, so resuming is reading them again.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from ..db.lookup import Match
 from ..db.records import Trial
 from ..schedule import Schedule
 
 EXHAUSTIVE_POINTS = 64
+#: Winners of other problems that are tried before the search proposes its own.
+NEIGHBOURS = 3
+#: Points taken before the model proposes any.
+STARTUP = 5
 #: Proposals answered from memory before the nearest point that is still unknown is taken instead.
 MEMORY_ANSWERS = 8
 
@@ -32,26 +40,41 @@ class Strategy(Protocol):
         ...
 
 
+def first_points(points: Sequence[Schedule], near: Iterable[Match], count: int = NEIGHBOURS) -> list[Schedule]:
+    """The default, then the ``count`` best answers of ``near`` (in order of preference) that are points here."""
+    known = set(points[1:])
+    winners = [s for s in dict.fromkeys(match.schedule for match in near) if s in known]
+    return [*points[:1], *winners[:count]]
+
+
 def make_strategy(
-    points: Sequence[Schedule], history: Iterable[Trial], budget_trials: int | None = None, seed: int = 0
+    points: Sequence[Schedule],
+    history: Iterable[Trial],
+    budget_trials: int | None = None,
+    seed: int = 0,
+    near: Iterable[Match] = (),
 ) -> Strategy:
-    """Exhaustive for at most 64 points (and at most ``budget_trials``), else Optuna; told of ``history``."""
+    """Exhaustive for at most 64 points (and at most ``budget_trials``), else Optuna; told of ``history``.
+
+    near: tuned rows of this and other problems, the nearest first; their schedules are tried right after the default.
+    """
     few = len(points) <= min(EXHAUSTIVE_POINTS, budget_trials or EXHAUSTIVE_POINTS)
-    strategy = Exhaustive(points, seed) if few else OptunaSearch(points, seed)
+    strategy = (Exhaustive if few else OptunaSearch)(points, seed, first_points(points, near))
     for trial in history:
         strategy.tell(trial)
     return strategy
 
 
 class Exhaustive:
-    """Every point once: the first (the default), then a seeded shuffle, so that a short budget sees no mere corner."""
+    """Every point once: ``first`` (by default points[0], the template's default), then a seeded shuffle, so that a
+    short budget sees no mere corner."""
 
     name = "exhaustive"
 
-    def __init__(self, points: Sequence[Schedule], seed: int = 0):
+    def __init__(self, points: Sequence[Schedule], seed: int = 0, first: Sequence[Schedule] = ()):
         rest = list(points[1:])
         random.Random(seed).shuffle(rest)
-        self._waiting = dict.fromkeys([*points[:1], *rest])
+        self._waiting = dict.fromkeys([*(first or points[:1]), *rest])
 
     def ask(self) -> Schedule | None:
         point = next(iter(self._waiting), None)
@@ -68,18 +91,28 @@ class OptunaSearch:
     Each parameter is a categorical of its template; the template itself is one where there are several.  A proposal
     outside the feasible points is told PRUNED (TPE ranks those last; FAIL would teach it nothing), a known one is told
     its value again, and after a few of these the unknown point that differs in the fewest parameters is taken.
+    first: points to take before any proposal; by default points[0], the template's default.  Random points bring them
+    to five, drawn from the feasible ones: Optuna would draw each template as often as the other, however few points
+    it has.  Parameters are modelled together, because stages, registers and splits are only good in combination.
     """
 
     name = "tpe"
 
-    def __init__(self, points: Sequence[Schedule], seed: int = 0):
+    def __init__(self, points: Sequence[Schedule], seed: int = 0, first: Sequence[Schedule] = ()):
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
-        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of `group`
+            # group: each template has parameters of its own.
+            sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP, multivariate=True, group=True)
+        self._study = optuna.create_study(sampler=sampler)
         self._unknown = dict.fromkeys(points)
-        self._first = points[0] if points else None
+        drawn = list(points[1:])
+        random.Random(seed).shuffle(drawn)
+        first = first or points[:1]
+        self._first = tuple(dict.fromkeys([*first, *drawn]))[: max(STARTUP, len(first))]
         self._points = frozenset(points)
         self._values: dict[Schedule, float | None] = {}  # None: failed
         self._asked: dict[Schedule, object | None] = {}
@@ -92,8 +125,9 @@ class OptunaSearch:
                     seen.append(value)
 
     def ask(self) -> Schedule | None:
-        if self._first in self._unknown:
-            return self._take(self._first, None)
+        for point in self._first:
+            if point in self._unknown:
+                return self._take(point, None)
         for _ in range(MEMORY_ANSWERS):
             if not self._unknown:
                 return None

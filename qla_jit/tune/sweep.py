@@ -198,7 +198,8 @@ class Sweep:
                     stored[trial.schedule] = trial
         unit.trials = list(stored.values())
         unit.resumed = len(unit.trials)
-        return make_strategy(unit.space.points, unit.trials, self.plan.max_trials, self.plan.seed)
+        near = self.db.near(unit.problem, unit.workload)
+        return make_strategy(unit.space.points, unit.trials, self.plan.max_trials, self.plan.seed, near)
 
     def _keep(self, unit: Unit, trial: Trial) -> None:
         self.db.store.add_trial(trial)

@@ -1,10 +1,11 @@
 import statistics
 
 import pytest
-from tuning_fakes import fake_template, point, problem, time_us, trial, use_templates
+from tuning_fakes import best, fake_template, point, problem, time_us, trial, use_templates
 
+from qla_jit.db.lookup import ranked
 from qla_jit.resources import is_feasible
-from qla_jit.tune.search import Exhaustive, OptunaSearch, make_strategy
+from qla_jit.tune.search import NEIGHBOURS, STARTUP, Exhaustive, OptunaSearch, first_points, make_strategy
 from qla_jit.tune.space import enumerate_space
 
 WIDE = (tuple(range(6)), tuple(range(8)), tuple("pqrstuvw"))
@@ -99,3 +100,39 @@ def test_two_templates_are_one_search(monkeypatch):
         asked.append(chosen)
         strategy.tell(trial(chosen))
     assert sorted(map(str, asked)) == sorted(map(str, points))
+
+
+def test_startup_draws_points_and_not_templates(monkeypatch):
+    use_templates(monkeypatch, fake_template(choices=WIDE), fake_template("rare", choices=((0,), (0,), ("x", "y"))))
+    points = enumerate_space(problem()).points
+    asked = [p for seed in range(30) for p in run(OptunaSearch(points, seed), STARTUP)[1:]]
+    assert len(points) == 194
+    assert sum(p.template == "rare" for p in asked) < len(asked) / 10
+
+
+def test_startup_ends_and_the_model_takes_over(points):
+    model, shuffled = run(OptunaSearch(points, 0), 3 * STARTUP), run(Exhaustive(points, 0), 3 * STARTUP)
+    assert model[:STARTUP] == shuffled[:STARTUP]
+    assert model[STARTUP:] != shuffled[STARTUP:]
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_winners_of_the_nearest_problems_come_right_after_the_default(points, few):
+    rows = [
+        best(point(4, 2, "s"), problem_=problem(2, 8)),
+        best(point(2, 4, "r"), problem_=problem(16, 32)),
+        best(point(1, 0), problem_=problem(16, 48)),  # not feasible here
+        best(point(2, 2, "q"), problem_=problem(8, 32)),
+    ]
+    near = ranked(problem(), [("user", row) for row in rows], "8192x4")
+    expected = [point(2, 4, "r"), point(2, 2, "q")]  # 2:8 is too far to be asked
+    offered = points[:40] if few else points
+    offered = list(dict.fromkeys([*offered, *expected]))
+    assert run(make_strategy(offered, [], near=near), 3) == [points[0], *expected]
+    assert len(run(make_strategy(offered, [], near=near), 1000)) == len(offered)
+
+
+def test_only_the_best_few_winners_come_first(points):
+    rows = [best(p, problem_=problem(16, 80 + 16 * i)) for i, p in enumerate(points[10:20])]
+    near = ranked(problem(), [("user", row) for row in rows])
+    assert first_points(points, near) == [points[0], *points[10 : 10 + NEIGHBOURS]]

@@ -6,7 +6,18 @@ import time
 from pathlib import Path
 
 import pytest
-from tuning_fakes import DIGEST, ENVIRONMENT, FakeEvaluator, fake_template, point, problem, script, trial, use_templates
+from tuning_fakes import (
+    DIGEST,
+    ENVIRONMENT,
+    FakeEvaluator,
+    best,
+    fake_template,
+    point,
+    problem,
+    script,
+    trial,
+    use_templates,
+)
 
 from qla_jit.db import Database, jsonl
 from qla_jit.db.jsonl import Recorder
@@ -88,6 +99,13 @@ def test_trial_limit_chooses_tpe_and_counts_resumed_trials(db):
     report = run_sweep(plan, FakeEvaluator(), db)
     assert (report.units[0].strategy, len(report.trials)) == ("tpe", 20)
     assert run_sweep(plan, FakeEvaluator(), db).trials == []
+
+
+def test_sweep_tries_what_won_on_the_nearest_tuned_problem_right_after_the_default(db):
+    db.store.put_best(best(point(2, 4, "r"), problem_=problem(16, 32)))
+    evaluator = FakeEvaluator()
+    run_sweep(Plan((problem(),), ("8192x4",), max_trials=2), evaluator, db)
+    assert evaluator.asked == [point(), point(2, 4, "r")]
 
 
 def test_several_workloads_give_a_row_each_and_one_for_all(db):
