@@ -73,12 +73,18 @@ def test_every_strategy_begins_with_the_default_and_never_gets_worse(files, stra
     assert (small.points, small.near_points) == (60, 1)
 
 
-def test_table_has_a_line_for_each_kernel_strategy_and_budget(files, tmp_path):
+def test_table_has_a_line_for_each_kernel_and_strategy(files, tmp_path):
     results = [r for heads in (32, 64) for r in study(files, "random+near", heads, seeds=1)]
     path = tmp_path / "out.jsonl"
     rows = [{"kind": "row", **vars(r)} for r in results]
     path.write_text("".join(json.dumps(line) + "\n" for line in [{"kind": "run"}, *rows]))
     assert search_study.read_results(path) == results
     lines = search_study.table(results).splitlines()
-    assert len(lines) == 2 + len(search_study.SHARES)
-    assert lines[2].startswith("| fused_forward | 2 | 60 | random+near | 10% |")
+    assert len(lines) == 3
+    assert lines[2] == "| fused_forward | 2 × 60 | random+near | 50% | 50% | 50% | 1 | 1.5% | 3.0% |"
+
+
+def test_table_in_the_notes_is_that_of_the_stored_results():
+    docs = Path(__file__).parents[2] / "docs"
+    table = search_study.table(search_study.read_results(docs / "perf" / "search_study.jsonl"))
+    assert table in (docs / "tuning.md").read_text()
