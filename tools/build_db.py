@@ -17,6 +17,7 @@ from pathlib import Path
 
 from qla_jit.db import Store, jsonl
 from qla_jit.db.layers import SOURCE_DIGEST
+from qla_jit.errors import DatabaseError
 
 FOLDER = Path(__file__).resolve().parent.parent / "tuning_db"
 # SQLite stores there which of its releases wrote the file: the only bytes that differ between hosts.
@@ -28,6 +29,11 @@ def build(source: Path, target: Path) -> None:
     """Write target from source and publish it by one rename."""
     text = source.read_bytes()
     records = jsonl.loads(text.decode(), str(source))
+    if records.left_out:
+        raise DatabaseError(
+            f"shipped rows must be of kernels that this version has, but {source} has rows of "
+            f"{dict(records.left_out)}; remove them."
+        )
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         draft, packed = Path(folder, "draft.sqlite"), Path(folder, "packed.sqlite")
         with Store(draft) as store:

@@ -6,19 +6,21 @@
     {"kind": "trial", "problem": {…}, "schedule": {…}, "workload": …, "environment": "<id>", "status": …, …}
 
 `dumps` writes canonical JSON in one fixed order, so that equal contents are equal bytes.  A recorded sweep is the same
-format in the order of measuring.  A malformed line is a DatabaseError with its number, and nothing of it is used.
+format in the order of measuring.  A malformed line is a DatabaseError with its number, and nothing of the file is used.
+Rows of kernels that only another version has are left out and counted.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import DatabaseError
 from ..spec import canonical_json
-from .records import BestRow, Environment, Trial, parse, problem_body
+from .records import BestRow, Environment, Trial, parse, problem_body, unknown_kernel
 
 FORMAT = "qla-jit-tuning"
 VERSION = 1
@@ -27,11 +29,12 @@ HEADER = {"kind": "header", "format": FORMAT, "version": VERSION}
 
 @dataclass
 class Records:
-    """The contents of one file."""
+    """The contents of one file.  left_out: rows of kernels that this version does not have, by kernel."""
 
     environments: dict[str, Environment] = field(default_factory=dict)
     best: list[BestRow] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
 
 
 def _line(kind: str, values: dict) -> str:
@@ -86,6 +89,8 @@ def _read_line(records: Records, line: str, first: bool) -> None:
         if key != environment.id:
             raise DatabaseError(f"an environment's id must be its digest {environment.id}, but got {key!r}.")
         records.environments[key] = environment
+    elif kind in ("best", "trial") and (kernel := unknown_kernel(values)) is not None:
+        records.left_out[kernel] += 1
     elif kind == "best":
         records.best.append(parse(BestRow.from_dict, values, records.environments))
     elif kind == "trial":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 
@@ -132,6 +133,14 @@ class Database:
             return None
         with reader:
             return reader.meta(key)
+
+    def left_out(self) -> Counter[str]:
+        """How many of the user's rows are of kernels that this version does not have, by kernel."""
+        reader = self.reader()
+        if reader is None:
+            return Counter()
+        with reader:
+            return reader.left_out()
 
     @property
     def store(self) -> Store:

@@ -6,6 +6,7 @@ target as it was.  The result does not depend on the order of the sources, and m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,17 @@ SQLITE_MAGIC = b"SQLite format 3\0"
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge did: trials that were new of those read, and best rows new, replaced, and kept as they were."""
+    """What a merge did: trials that were new of those read, and best rows new, replaced, and kept as they were.
+
+    left_out: rows of the sources that are of kernels which this version does not have, by kernel.
+    """
 
     trials_read: int
     trials_new: int
     best_new: int
     best_replaced: int
     best_kept: int
+    left_out: dict[str, int]
 
 
 def read_source(path: str | Path) -> Records:
@@ -43,7 +48,7 @@ def read_source(path: str | Path) -> Records:
     if not is_sqlite:
         return jsonl.read(path)
     with Store(path, mode="ro") as store:
-        return Records(store.environments(), store.best_rows(), store.trials())
+        return Records(store.environments(), store.best_rows(), store.trials(), store.left_out())
 
 
 def better(a: BestRow, b: BestRow) -> BestRow:
@@ -73,7 +78,8 @@ def merge(sources: Sequence[str | Path], into: Database) -> Merged:
 
     new = into.store.merge(environments.values(), trials, select)
     replaced = sum(better(row, given[key]) != row for key, row in before.items())
-    return Merged(len(trials), new, len(given) - len(before), replaced, len(before) - replaced)
+    left_out = sum((r.left_out for r in records), Counter())
+    return Merged(len(trials), new, len(given) - len(before), replaced, len(before) - replaced, dict(left_out))
 
 
 def _key(row: BestRow) -> tuple:

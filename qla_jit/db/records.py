@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
-from ..config import Problem
+from ..config import KERNELS, Problem
 from ..errors import ConfigError, DatabaseError
 from ..schedule import Schedule
 from ..spec import sha256
@@ -49,6 +49,14 @@ def _as_floats(record, *names: str) -> None:
 def problem_body(problem: Problem) -> dict:
     """Plain form of a problem without the fields its kernel ignores, so that a later field leaves old ids alone."""
     return {name: value for name, value in problem.as_dict().items() if value is not None}
+
+
+def unknown_kernel(values: Mapping) -> str | None:
+    """The kernel of a plain record where this version has none of that name, so that it can be left out, not refused:
+    a database outlives the kernels that it has rows of."""
+    problem = values.get("problem")
+    kernel = problem.get("kernel") if isinstance(problem, Mapping) else None
+    return kernel if isinstance(kernel, str) and kernel not in KERNELS else None
 
 
 def short_id(body: Mapping) -> str:

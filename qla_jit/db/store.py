@@ -3,7 +3,8 @@
 Every write is one transaction with a rollback journal, so a process killed at any moment loses at most the record it
 was writing.  Writing goes through sqlite-utils (imported on the first write); reading needs only the standard library,
 because the runtime reads.  Whatever SQLite refuses (foreign file, truncated, locked, read-only, full disk) becomes a
-DatabaseError that names the file and the remedy.
+DatabaseError that names the file and the remedy.  Rows of kernels that only another version has stay in the file; they
+are counted, and otherwise as if they were not there.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import quote
 
-from ..config import Problem
+from ..config import KERNELS, Problem
 from ..errors import DatabaseError
 from ..spec import canonical_json
 from . import schema
@@ -29,6 +31,7 @@ _TRIAL_COLUMNS = (
     "samples_us, status, reason, phase, workload, template_digest, error, registers, smem_bytes, local_bytes"
 )
 _TIME_COLUMNS = "compile_s, verify_s, measure_s, search_s, overhead_s"
+_KNOWN = f"p.kernel IN ({', '.join('?' * len(KERNELS))})"
 
 
 @contextlib.contextmanager
@@ -183,7 +186,22 @@ class Store:
 
     @property
     def num_trials(self) -> int:
-        return self._query("SELECT count(*) AS trials FROM trial")[0]["trials"]
+        found = self._query(
+            f"SELECT count(*) AS trials FROM trial t JOIN problem p ON p.id = t.problem_id WHERE {_KNOWN}", KERNELS
+        )
+        return found[0]["trials"]
+
+    def left_out(self) -> Counter[str]:
+        """How many best rows and trials are of kernels that this version does not have, by kernel."""
+        counted = Counter()
+        for table in ("best", "trial"):
+            rows = self._query(
+                f"SELECT p.kernel, count(*) AS rows FROM {table} t JOIN problem p ON p.id = t.problem_id "
+                f"WHERE NOT {_KNOWN} GROUP BY p.kernel",
+                KERNELS,
+            )
+            counted.update({row["kernel"]: row["rows"] for row in rows})
+        return counted
 
     def environments(self) -> dict[str, Environment]:
         """Environments by id."""
@@ -192,7 +210,7 @@ class Store:
 
     def trials(self, problem: Problem | None = None, workload: str | None = None) -> list[Trial]:
         """Stored trials in the order they were made, all or those of one problem and workload."""
-        where, arguments = [], []
+        where, arguments = [_KNOWN], [*KERNELS]
         if problem is not None:
             where.append("t.problem_id = ?")
             arguments.append(short_id(problem_body(problem)))
@@ -202,7 +220,7 @@ class Store:
         rows = self._query(
             f"SELECT p.body AS problem, s.body AS schedule, t.environment_id AS environment, t.created, "
             f"{_TRIAL_COLUMNS}, {_TIME_COLUMNS} FROM trial t JOIN problem p ON p.id = t.problem_id "
-            f"JOIN schedule s ON s.id = t.schedule_id {'WHERE ' + ' AND '.join(where) if where else ''} ORDER BY t.id",
+            f"JOIN schedule s ON s.id = t.schedule_id WHERE {' AND '.join(where)} ORDER BY t.id",
             tuple(arguments),
         )
         environments = self.environments()
@@ -214,8 +232,8 @@ class Store:
             f"SELECT p.body AS problem, s.body AS schedule, b.environment_id AS environment, b.workload, b.median_us, "
             f"b.default_median_us, b.template_digest, b.trials, b.created FROM best b "
             f"JOIN problem p ON p.id = b.problem_id JOIN schedule s ON s.id = b.schedule_id "
-            f"{'WHERE p.arch = ?' if arch else ''} ORDER BY p.body, b.workload",
-            (arch,) if arch else (),
+            f"WHERE {_KNOWN} {'AND p.arch = ?' if arch else ''} ORDER BY p.body, b.workload",
+            (*KERNELS, arch) if arch else KERNELS,
         )
         environments = self.environments()
         return [parse(BestRow.from_dict, {**row, **_bodies(row)}, environments) for row in rows]

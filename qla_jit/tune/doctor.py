@@ -63,6 +63,7 @@ def examine(db: Database, store: ArtifactStore) -> list[Finding]:
         _kernel_cache(store, tools),
         user,
         layers,
+        *_rows_left_out(user),
         *_rows_for_card(arch, rows),
         *_stale_rows(rows),
     ]
@@ -131,11 +132,12 @@ def _user_database(db: Database) -> tuple[list[BestRow], Finding]:
         if reader is None:
             return [], Finding("user database", "ok", f"{db.path}, not made yet", values=values)
         with reader:
-            rows, trials = reader.best_rows(), reader.num_trials
+            rows, trials, left_out = reader.best_rows(), reader.num_trials, reader.left_out()
     except (DatabaseError, OSError) as error:
         fix = f"the remedy above, or {env.DATABASE}=PATH of another file"
         return [], Finding("user database", "broken", str(error), fix, values)
     values.update(schema=len(MIGRATIONS), trials=trials, best_rows=len(rows))  # a reader opens no other version
+    values["left_out"] = dict(left_out)
     found = f"{db.path}, schema {len(MIGRATIONS)}, {trials} trials, {len(rows)} best rows"
     return rows, Finding("user database", "ok", found, values=values)
 
@@ -150,6 +152,15 @@ def _shipped() -> tuple[list[BestRow], Finding]:
     counts = Counter(row.problem.arch for row in rows)
     values = {arch: counts[arch] for arch in ARCHS}
     return rows, Finding("shipped rows", "ok", ", ".join(f"{a} {n}" for a, n in values.items()), values=values)
+
+
+def _rows_left_out(user: Finding) -> Iterator[Finding]:
+    """No problem: they cost nothing, no command clears them, and the version that stored them may come back."""
+    left_out = user.values.get("left_out")
+    if left_out:
+        counts = ", ".join(f"{rows} rows of {kernel}" for kernel, rows in sorted(left_out.items()))
+        found = f"{counts}, which this version does not have; they are not used"
+        yield Finding("rows of other versions", "note", found, values=left_out)
 
 
 def _rows_for_card(arch: str | None, rows: list[BestRow]) -> Iterator[Finding]:

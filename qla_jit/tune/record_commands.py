@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,12 @@ from ..db.merge import merge
 from .options import AsJson, DbPath
 
 
+def _say_left_out(console: Console, left_out: Mapping[str, int]) -> None:
+    for kernel, rows in sorted(left_out.items()):
+        text = f"left out: {rows} rows of {kernel}, a kernel that this version does not have"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def export_rows(
     file: Annotated[Path | None, typer.Argument(help="JSONL file to write; stdout by default.")] = None,
     arch: Annotated[str | None, typer.Option(help="Only rows of this architecture.")] = None,
@@ -25,7 +32,8 @@ def export_rows(
 ) -> None:
     """Write your records as canonical JSONL: equal contents give equal bytes."""
     with open_db(db) as database:
-        text = database.export_text(arch, trials)
+        text, left_out = database.export_text(arch, trials), database.left_out()
+    _say_left_out(Console(stderr=True), left_out)
     if file is None:
         sys.stdout.write(text)
     else:
@@ -43,6 +51,7 @@ def import_rows(
         path = database.path
     console = Console(stderr=True)
     console.print(f"{len(records.best)} best rows and {len(records.trials)} trials are in {path}", highlight=False)
+    _say_left_out(console, records.left_out)
 
 
 def merge_rows(
@@ -60,4 +69,6 @@ def merge_rows(
         f"{done.trials_new} of {done.trials_read} trials were new; best rows: {done.best_new} new, "
         f"{done.best_replaced} replaced, {done.best_kept} kept; all in {into}"
     )
-    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+    console = Console(stderr=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    _say_left_out(console, done.left_out)

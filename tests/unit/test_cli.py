@@ -3,7 +3,17 @@ import subprocess
 import sys
 
 import pytest
-from tuning_fakes import FakeEvaluator, best, fake_template, point, problem, trial, use_templates
+from tuning_fakes import (
+    FakeEvaluator,
+    add_rows_of_a_gone_kernel,
+    best,
+    fake_template,
+    point,
+    problem,
+    trial,
+    use_templates,
+    with_a_gone_kernel,
+)
 
 from qla_jit import cli
 from qla_jit.db import Database, jsonl
@@ -165,6 +175,19 @@ def test_resume_without_a_sweep_is_an_error_without_traceback(capsys):
     assert "user.sqlite" in err and "start one" in err and "Traceback" not in err
 
 
+def test_what_moves_records_says_how_many_rows_of_a_gone_kernel_it_left_out(tmp_path, capsys):
+    file, old = tmp_path / "a.jsonl", add_rows_of_a_gone_kernel(tmp_path / "old.sqlite")
+    file.write_text(with_a_gone_kernel(jsonl.dumps([best()], [trial()])))
+    said = "left out: {} rows of gone, a kernel that this version does not have"
+    assert call("import", file) == 0
+    assert said.format(2) in capsys.readouterr().err
+    assert call("merge", file, old, "--into", tmp_path / "into.sqlite") == 0
+    assert said.format(5) in capsys.readouterr().err
+    assert call("export", "--db", old) == 0
+    captured = capsys.readouterr()
+    assert said.format(3) in captured.err and captured.out == jsonl.dumps()
+
+
 def test_merge_unites_files_and_says_what_it_did(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(jsonl.dumps([best(median=50.0)], [trial()]))
     with Database(tmp_path / "b.sqlite", shipped=False) as db:
@@ -172,7 +195,7 @@ def test_merge_unites_files_and_says_what_it_did(tmp_path, capsys):
     into = tmp_path / "into.sqlite"
     assert call("merge", tmp_path / "a.jsonl", tmp_path / "b.sqlite", "--into", into, "--json") == 0
     counts = {"trials_read": 3, "trials_new": 2, "best_new": 2, "best_replaced": 0, "best_kept": 0}
-    assert json.loads(capsys.readouterr().out) == {**counts, "db": str(into)}
+    assert json.loads(capsys.readouterr().out) == {**counts, "left_out": {}, "db": str(into)}
     rows = Database(into, shipped=False).best_rows("sm90")
     assert [(row.workload, row.median_us) for _, row in rows] == [("*", 80.0), ("8192x4", 50.0)]
     assert call("merge", tmp_path / "a.jsonl", tmp_path / "none.jsonl", "--into", into) == 2

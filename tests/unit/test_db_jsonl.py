@@ -2,7 +2,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from tuning_fakes import best, problem, trial
+from tuning_fakes import add_rows_of_a_gone_kernel, best, problem, trial, with_a_gone_kernel
 
 from qla_jit.db import Store, jsonl
 from qla_jit.db.layers import SOURCE_DIGEST, Database
@@ -59,7 +59,8 @@ def test_export_can_leave_trials_and_other_archs_out(tmp_path):
         (lambda lines: [lines[0], lines[2]], "line 2.*environment"),
         (lambda lines: [lines[0], lines[1].replace("580.1", "999"), lines[2]], "line 2.*digest"),
         (lambda lines: [*lines[:2], lines[2][:40]], "line 3"),
-        (lambda lines: [*lines[:2], lines[2].replace('"kernel":"fused_forward"', '"kernel":"x"')], "line 3"),
+        (lambda lines: [*lines[:2], lines[2].replace('"kernel":"fused_forward"', '"kernel":3')], "line 3"),
+        (lambda lines: [*lines[:2], lines[2].replace('"kernel":"fused_forward",', "")], "line 3"),
         (lambda lines: [], "empty"),
     ],
 )
@@ -67,6 +68,21 @@ def test_damaged_text_is_refused_with_its_line(damage, named):
     lines = jsonl.dumps([best()]).splitlines()
     with pytest.raises(DatabaseError, match=named):
         jsonl.loads("\n".join(damage(lines)), "file")
+
+
+def test_rows_of_a_gone_kernel_are_left_out_and_counted():
+    text = jsonl.dumps([best()], [trial()])
+    _header, _environment, *rows = text.splitlines(keepends=True)
+    records = jsonl.loads(text + with_a_gone_kernel("".join(rows)), "text")
+    assert (records.best, records.trials, records.left_out) == ([best()], [trial()], {"gone": 2})
+
+
+def test_export_leaves_rows_of_a_gone_kernel_out(tmp_path):
+    database = Database(add_rows_of_a_gone_kernel(tmp_path / "t.sqlite"), shipped=False)
+    database.store.put_best(best())
+    assert database.export_text() == jsonl.dumps([best()])
+    assert database.left_out() == {"gone": 3}
+    assert Database(tmp_path / "none.sqlite", shipped=False).left_out() == {}
 
 
 def test_recorder_appends_across_runs_and_names_an_environment_once(tmp_path):
@@ -104,6 +120,14 @@ def test_build_db_check_notices_a_changed_row(tmp_path):
     assert tool.main(["--folder", str(tmp_path), "--check"]) == 0
     source.write_text(jsonl.dumps([best(median=79.0)]))
     assert tool.main(["--folder", str(tmp_path), "--check"]) == 1
+
+
+def test_build_db_refuses_rows_of_a_kernel_that_this_version_does_not_have(tmp_path):
+    source = tmp_path / "sm90.jsonl"
+    source.write_text(with_a_gone_kernel(jsonl.dumps([best()])))
+    with pytest.raises(DatabaseError, match="sm90.jsonl has rows of {'gone': 1}; remove them"):
+        build_db().build(source, tmp_path / "sm90.sqlite")
+    assert [p.name for p in tmp_path.iterdir()] == ["sm90.jsonl"]
 
 
 def test_shipped_files_in_the_tree_are_valid_and_built():

@@ -1,7 +1,16 @@
 """Merging unites trials, keeps the better-measured row of each key, and is all or nothing."""
 
 import pytest
-from tuning_fakes import best, fake_template, point, problem, trial, use_templates
+from tuning_fakes import (
+    add_rows_of_a_gone_kernel,
+    best,
+    fake_template,
+    point,
+    problem,
+    trial,
+    use_templates,
+    with_a_gone_kernel,
+)
 
 from qla_jit.db import Database, Store, jsonl, store
 from qla_jit.db.merge import Merged, better, merge, read_source
@@ -85,6 +94,18 @@ def test_trials_are_united_without_duplicates(tmp_path):
     done = merged(into, *sources)
     assert [t.created for t in contents(into)[1]] == ["mine", "shared", "theirs"]
     assert (done.trials_read, done.trials_new) == (4, 1)
+
+
+def test_rows_of_a_gone_kernel_are_left_out_of_a_merge_and_stay_where_they_were(tmp_path):
+    into = add_rows_of_a_gone_kernel(database(tmp_path / "into.sqlite", [best(median=90.0)]))
+    source = add_rows_of_a_gone_kernel(database(tmp_path / "a.sqlite", [best(median=50.0)], [trial()]))
+    other = text(tmp_path / "b.jsonl", [best()])
+    other.write_text(with_a_gone_kernel(other.read_text()))
+    done = merged(into, source, other)
+    assert (done.trials_read, done.trials_new, done.best_replaced, done.left_out) == (1, 1, 1, {"gone": 4})
+    assert contents(into) == ([best(median=50.0)], [trial()])
+    with Store(into, mode="ro") as store:
+        assert store.left_out() == {"gone": 3}
 
 
 def test_order_of_sources_does_not_show_and_merging_again_changes_nothing(tmp_path):

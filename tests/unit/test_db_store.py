@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tuning_fakes import best, point, problem, script, trial
+from tuning_fakes import add_rows_of_a_gone_kernel, best, point, problem, script, trial
 
 from qla_jit.db import schema
 from qla_jit.db.layers import Database
@@ -59,6 +59,18 @@ def test_new_best_row_replaces_the_old(tmp_path):
         store.put_best(best(median=70.0))
         store.put_best(best(workload="1x8192"))
         assert [(r.workload, r.median_us) for r in store.best_rows()] == [("1x8192", 80.0), ("8192x4", 70.0)]
+
+
+def test_rows_of_a_gone_kernel_stay_in_the_file_and_are_only_counted(tmp_path):
+    path = add_rows_of_a_gone_kernel(tmp_path / "t.sqlite")
+    with Store(path) as store:
+        assert (store.best_rows(), store.best_rows("sm90"), store.trials(), store.num_trials) == ([], [], [], 0)
+        store.add(trials=[trial()], best=[best()])
+    with Store(path, mode="ro") as store:
+        assert store.best_rows() == store.best_rows("sm90") == [best()]
+        assert store.trials() == store.trials(problem(), "8192x4") == [trial()]
+        assert store.num_trials == 1
+        assert store.left_out() == {"gone": 3}
 
 
 def test_failed_batch_changes_nothing(tmp_path, monkeypatch):

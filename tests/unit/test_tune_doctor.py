@@ -4,7 +4,16 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
-from tuning_fakes import ENVIRONMENT, best, fake_template, point, problem, trial, use_templates
+from tuning_fakes import (
+    ENVIRONMENT,
+    add_rows_of_a_gone_kernel,
+    best,
+    fake_template,
+    point,
+    problem,
+    trial,
+    use_templates,
+)
 
 from qla_jit import runtime, toolchain
 from qla_jit.artifacts import LIBRARY, MANIFEST, ArtifactStore
@@ -133,7 +142,18 @@ def test_cache_that_others_can_write_is_broken_until_its_mode_is_mended(db, stor
 def test_user_database_is_described(db, store):
     db.store.add(trials=[trial(created="1"), trial(created="2")], best=[best()])
     finding = found(examine(db, store), "user database")
-    assert finding.values == {"path": str(db.path), "schema": 1, "trials": 2, "best_rows": 1}
+    assert finding.values == {"path": str(db.path), "schema": 1, "trials": 2, "best_rows": 1, "left_out": {}}
+
+
+def test_rows_of_a_gone_kernel_are_noted_and_no_problem(db, store):
+    add_rows_of_a_gone_kernel(db.path)
+    db.store.put_best(best())
+    findings = examine(db, store)
+    assert problems(findings) == []
+    finding = found(findings, "rows of other versions")
+    assert (finding.verdict, finding.values) == ("note", {"gone": 3})
+    assert "3 rows of gone" in finding.found
+    assert found(findings, "user database").values["best_rows"] == 1
 
 
 @pytest.mark.parametrize("kind", ["foreign", "newer"])

@@ -1,7 +1,7 @@
 """A sweep's plan is kept where its trials are, and comes back as it was."""
 
 import pytest
-from tuning_fakes import FakeEvaluator, fake_template, problem, use_templates
+from tuning_fakes import FakeEvaluator, fake_template, problem, use_templates, with_a_gone_kernel
 
 from qla_jit.db import Database
 from qla_jit.errors import ConfigError, DatabaseError
@@ -40,6 +40,13 @@ def test_nothing_to_resume_is_an_error_with_both_remedies_and_makes_no_file(db):
 def test_what_another_version_stored_is_refused_with_the_remedy(text, db):
     db.store.put_meta(KEY, text)
     with pytest.raises(DatabaseError, match=f"{db.path.name}.*start the sweep again"):
+        recall(db)
+
+
+def test_a_plan_with_a_kernel_that_is_gone_is_refused_with_the_remedy(db):
+    remember(db, PLAN, SETUP)
+    db.store.put_meta(KEY, with_a_gone_kernel(db.meta(KEY)))
+    with pytest.raises(DatabaseError, match="kernel='gone'.*start the sweep again"):
         recall(db)
 
 

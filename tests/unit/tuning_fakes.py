@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sqlite3
 import textwrap
 import time
+from contextlib import closing
+from pathlib import Path
 
 from qla_jit import registry
 from qla_jit.config import OpConfig
 from qla_jit.db.records import BestRow, Environment, Times, Trial
+from qla_jit.db.store import Store
 from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 from qla_jit.tune.evaluate import now
@@ -93,6 +97,25 @@ def best(schedule=None, problem_=None, workload="8192x4", median=80.0, **changes
         created="2026-01-01T00:00:00.000000+00:00",
     )
     return BestRow(**{**values, **changes})
+
+
+GONE = '{"arch":"sm90","chunk_size":64,"kernel":"gone","num_value_heads":64}'
+
+
+def add_rows_of_a_gone_kernel(path: Path) -> Path:
+    """Two best rows and a trial of a kernel that this version does not have, as a version that had it stored them."""
+    other = problem(1, 1)
+    with Store(path) as store:
+        store.add(trials=[trial(problem_=other)], best=[best(problem_=other), best(problem_=other, workload="*")])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        change = "UPDATE problem SET kernel = 'gone', body = ? WHERE json_extract(body, '$.num_heads') = 1"
+        assert connection.execute(change, (GONE,)).rowcount == 1
+    return path
+
+
+def with_a_gone_kernel(text: str) -> str:
+    """JSONL of records with the kernel of all of them renamed."""
+    return text.replace('"kernel":"fused_forward"', '"kernel":"gone"')
 
 
 class FakeEvaluator:
