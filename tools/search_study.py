@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--sweeps", type=Path, default=ROOT / "tuning_db" / "sweeps")
     parser.add_argument("--rows", type=Path, default=ROOT / "tuning_db" / "sm90.jsonl")
-    parser.add_argument("--kernels", default="fused_forward,kkt_inverse,gate_scan")
+    parser.add_argument("--kernels", default="fused_forward,kkt_inverse")
     parser.add_argument("--min-points", type=int, default=MIN_POINTS)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "perf" / "search_study.jsonl")

@@ -59,8 +59,8 @@ class Match:
 
 
 def heads_of(problem: Problem) -> str:
-    """``H:HV``, with the value heads alone where the kernel knows no others."""
-    return f"{problem.num_heads or problem.num_value_heads}:{problem.num_value_heads}"
+    """``H:HV``."""
+    return f"{problem.num_heads}:{problem.num_value_heads}"
 
 
 def family(problem: Problem) -> Problem:

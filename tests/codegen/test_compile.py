@@ -11,7 +11,7 @@ from qla_jit.resources import SMEM_ALIGNMENT, estimate, is_feasible
 PORTABLE_SPILL_BYTES = 64
 HOPPER_VARIANT_SPILL_BYTES = 16
 #: Shared memory that TileLang saves by laying buffers over each other that are not live at the same time.
-OVERLAID_BYTES = {"kkt_inverse_mma": lambda p: 2 * p.chunk_size * p.head_dim_k}
+OVERLAID_BYTES = {"kkt_inverse_mma": lambda p: 2 * p.chunk_size * p.head_dim_k + 4 * p.chunk_size}  # K and the gates
 #: What finding the sequence of a slot reads, at most.
 SEARCH_BYTES = 32
 
@@ -145,22 +145,16 @@ def test_inverse_flops_and_bytes_are_what_was_declared(kernel, artifact):
     assert chunk["flops"] == 2 * c * c * dk
     if kernel.template == INVERSE:  # the merges of the blocks are in a helper, which the IR only names
         heads = kernel.spec.schedule["value_heads_per_cta"]
-        assert work.flops == chunk["flops"] // heads + 2 * (2 * 2 * 16**3) + 2 * 2 * 32**3
-        assert any("inverse" in name for name in artifact.report["ir"]["helpers"])
-        assert work.bytes_read == chunk["tma_bytes_read"] // heads + 4 * c
+        merges = 4 * (2 * 2 * 8**3) + 2 * (2 * 2 * 16**3) + 2 * 2 * 32**3
+        assert work.flops == chunk["flops"] // heads + merges
+        assert any("invert" in name for name in artifact.report["ir"]["helpers"])
+        beta_and_gates = 2 * 4 * c
+        assert work.bytes_read == chunk["tma_bytes_read"] // heads + beta_and_gates
+        assert 0 <= chunk["plain_bytes_read"] - heads * beta_and_gates <= SEARCH_BYTES
     else:
         assert work.flops == chunk["flops"]
         assert 0 <= chunk["plain_bytes_read"] - work.bytes_read <= SEARCH_BYTES
         assert work.bytes_written == chunk["plain_bytes_written"]
-
-
-@each([k for k in ALL if k.template == "gate_scan"])
-def test_scan_bytes_are_what_was_declared(kernel, artifact):
-    work, chunk = declared(kernel).work, artifact.report["ir"]["per_chunk"]
-    heads = kernel.spec.schedule["heads_per_cta"]
-    assert chunk["flops"] == work.flops == 0
-    assert chunk["plain_bytes_written"] == heads * work.bytes_written
-    assert 0 <= chunk["plain_bytes_read"] - heads * work.bytes_read <= SEARCH_BYTES
 
 
 def test_hopper_dims_are_all_tested():

@@ -29,8 +29,8 @@ NOBODY = 65534
 
 
 def spec(heads=8) -> KernelSpec:
-    problem = OpConfig(1, heads).problem("gate_scan")
-    return KernelSpec(problem, get_template("gate_scan").default(problem))
+    problem = OpConfig(1, heads).problem("kkt_inverse")
+    return KernelSpec(problem, get_template("kkt_inverse_mma").default(problem))
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from qla_jit.toolchain import Toolchain
 TOOLS = Toolchain(tilelang="0.1.15", nvcc="13.0.88", nvcc_path="/nowhere/nvcc")
 
 
-def scan_spec(**changes) -> KernelSpec:
-    problem = OpConfig(1, 8).problem("gate_scan")
-    return KernelSpec(problem, get_template("gate_scan").default(problem).replace(**changes))
+def small_spec(**changes) -> KernelSpec:
+    problem = OpConfig(1, 8, head_dim_k=64).problem("kkt_inverse", chunk_size=32)
+    return KernelSpec(problem, get_template("kkt_inverse_mma").default(problem).replace(**changes))
 
 
 @pytest.fixture
@@ -34,22 +34,23 @@ def nothing_lowers(monkeypatch):
 
 
 def test_infeasible_schedule_is_refused_with_its_violations_before_anything_compiles(store, nothing_lowers):
-    spec = scan_spec(heads_per_cta=16)
-    with pytest.raises(InfeasibleError, match="heads_per_cta=16 does not divide num_value_heads=8") as raised:
-        build.ensure(spec, store)
-    assert [v.rule for v in raised.value.violations] == ["heads_divide"]
+    problem = OpConfig(1, 8, head_dim_v=64).problem("fused_forward")
+    schedule = get_template("fused_forward_mma").default(problem).replace(dv_split=2, threads=128)
+    with pytest.raises(InfeasibleError, match="4 warps need 64 rows of d_v, the tile has 32") as raised:
+        build.ensure(KernelSpec(problem, schedule), store)
+    assert [v.rule for v in raised.value.violations] == ["each_warp_owns_16_rows"]
     assert not store.root.exists()
 
 
 def test_without_nvcc_a_build_says_what_still_works(store, nothing_lowers, monkeypatch):
     monkeypatch.setattr(toolchain, "current", lambda: Toolchain(tilelang="0.1.15", nvcc=None))
     with pytest.raises(CompilerMissingError, match="nvcc was not found.*cache.*still work"):
-        build.ensure(scan_spec(), store)
+        build.ensure(small_spec(), store)
     assert not store.root.exists()
 
 
 def test_without_nvcc_a_cached_kernel_is_returned(store, nothing_lowers, monkeypatch):
-    spec = scan_spec()
+    spec = small_spec()
     monkeypatch.setattr(toolchain, "current", lambda: TOOLS)
     made = store.publish(spec, build.flags(spec), {LIBRARY: b"so"}, {})
     monkeypatch.setattr(toolchain, "current", lambda: Toolchain(tilelang="0.1.15", nvcc=None))
@@ -61,7 +62,7 @@ def test_cache_that_cannot_be_trusted_is_refused_before_anything_compiles(store,
     store.root.mkdir()
     store.root.chmod(0o777)
     with pytest.raises(CacheError):
-        build.build(scan_spec(), store)
+        build.build(small_spec(), store)
 
 
 def test_flags_carry_the_templates_pass_options():
@@ -94,7 +95,7 @@ class TestWithTileLang:
         nvcc("for i in $(seq 300); do echo 'a long warning about a header' >&2; done\n"
              "echo 'kernel.cu(7): error: expected a semicolon' >&2\necho 'a note' >&2\nexit 1")  # fmt: skip
         with pytest.raises(BuildError, match="expected a semicolon") as raised:
-            build.ensure(scan_spec(), store)
+            build.ensure(small_spec(), store)
         assert "a long warning" in raised.value.log and "a long warning" not in str(raised.value)
         assert list(store.root.iterdir()) == []
 
@@ -102,7 +103,7 @@ class TestWithTileLang:
         nvcc("")
         (tmp_path / "nvcc").write_text("#!/nowhere/shell\n")
         with pytest.raises(BuildError, match="nvcc must start"):
-            build.ensure(scan_spec(), store)
+            build.ensure(small_spec(), store)
 
     def test_lowering_failure_names_the_schedule_and_the_cause(self, monkeypatch):
         from dataclasses import replace
@@ -112,10 +113,10 @@ class TestWithTileLang:
         def broken(problem, schedule):
             raise ValueError("no such layout")
 
-        template = replace(get_template("gate_scan"), prim_func=broken)
-        monkeypatch.setattr(registry, "templates", lambda: {"gate_scan": template})
-        with pytest.raises(BuildError, match=r"gate_scan\(heads_per_cta=8, threads=128\) must lower.*no such layout"):
-            build.lower(scan_spec(), compile_device=False)
+        template = replace(get_template("kkt_inverse_mma"), prim_func=broken)
+        monkeypatch.setattr(registry, "templates", lambda: {"kkt_inverse_mma": template})
+        with pytest.raises(BuildError, match=r"kkt_inverse_mma\(threads=128\) must lower.*no such layout"):
+            build.lower(small_spec(), compile_device=False)
 
     def test_hidden_nvcc_flags_do_not_reach_nvcc(self, nvcc, monkeypatch):
         nvcc('echo "[$NVCC_APPEND_FLAGS$NVCC_PREPEND_FLAGS]" > kernel.cubin')

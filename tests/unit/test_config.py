@@ -50,7 +50,7 @@ def test_problem_keeps_only_the_fields_its_kernel_depends_on(kernel):
 
 def test_configs_that_a_kernel_cannot_tell_apart_share_its_problem():
     assert OpConfig(2, 8, head_dim_v=64).problem("kkt_inverse") == OpConfig(2, 8, head_dim_v=128).problem("kkt_inverse")
-    assert OpConfig(2, 8).problem("gate_scan") == OpConfig(4, 8, dtype="float16").problem("gate_scan")
+    assert OpConfig(2, 8).problem("kkt_inverse") == OpConfig(2, 8, state_v_first=True).problem("kkt_inverse")
     assert OpConfig(2, 8).problem("fused_forward") != OpConfig(2, 8, state_v_first=True).problem("fused_forward")
 
 
@@ -66,11 +66,11 @@ def test_problem_survives_the_round_trip(kernel):
 
 def test_problem_of_a_newer_version_is_refused():
     with pytest.raises(ConfigError, match=r"\['window'\].*newer version"):
-        Problem.from_dict({**OpConfig(2, 8).problem("gate_scan").as_dict(), "window": 4})
+        Problem.from_dict({**OpConfig(2, 8).problem("kkt_inverse").as_dict(), "window": 4})
 
 
 def test_problem_refuses_unknown_kernels_and_chunk_sizes():
     with pytest.raises(ConfigError, match="kernel='no_such'"):
         Problem(kernel="no_such", arch="sm90")
     with pytest.raises(ConfigError, match="chunk_size=48; use 64"):
-        Problem(kernel="gate_scan", arch="sm90", num_value_heads=8, chunk_size=48)
+        Problem(kernel="kkt_inverse", arch="sm90", num_value_heads=8, chunk_size=48)

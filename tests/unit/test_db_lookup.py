@@ -4,7 +4,7 @@ import time
 import warnings
 
 import pytest
-from tuning_fakes import best, fake_template, point, problem, use_templates
+from tuning_fakes import add_rows_of_a_gone_kernel, best, fake_template, point, problem, use_templates
 
 from qla_jit.db import jsonl, layers, lookup
 from qla_jit.db.layers import Database
@@ -112,7 +112,16 @@ def test_command_repeats_what_differs_from_the_defaults():
     text = command(asked)
     assert text.startswith("qla-tune --arch sm90 --kernels fused_forward --heads 4:8 --head-dim 64:128")
     assert text.endswith("--dtype float16 --state-dtype bfloat16 --state-v-first --chunk-size 32")
-    assert command(problem(4, 8, "gate_scan")) == "qla-tune --arch sm90 --kernels gate_scan --heads 8:8"
+    text = command(problem(4, 8, "kkt_inverse"))
+    assert text == "qla-tune --arch sm90 --kernels kkt_inverse --heads 4:8 --head-dim 128"
+
+
+def test_rows_of_a_gone_kernel_do_not_stop_a_lookup(tmp_path):
+    database = Database(add_rows_of_a_gone_kernel(tmp_path / "t.sqlite"), shipped=False)
+    assert database.lookup(problem()).kind == "default"
+    database.store.put_best(best())
+    match = database.lookup(problem())
+    assert (match.kind, database.siblings(match), database.trials()) == ("exact", [best()], [])
 
 
 def test_lookup_sees_rows_that_another_process_stored(tmp_path):

@@ -24,8 +24,7 @@ def rules_broken(problem, schedule, arch=None) -> set[str]:
 
 #: (template, rule) → what breaks it: changes of the problem, changes of the default schedule.
 BREAKS = {
-    ("kkt_inverse_sm90", "value_heads_divide_the_group"): ({}, {"value_heads_per_cta": 8}),
-    ("gate_scan", "heads_divide"): ({"num_heads": 1, "num_value_heads": 12}, {"heads_per_cta": 8}),
+    ("kkt_inverse_sm90", "value_heads_are_whole_groups"): ({}, {"value_heads_per_cta": 3}),
     ("fused_forward_sm90", "dv_tile_is_whole_groups"): ({"head_dim_v": 64}, {"dv_split": 2}),
     ("fused_forward_mma", "each_warp_owns_16_rows"): ({"head_dim_v": 64}, {"dv_split": 2, "threads": 128}),
 }
@@ -99,21 +98,21 @@ def test_shared_memory_limit_counts_padding():
 
 
 def test_schedule_of_another_kernel_or_arch_is_refused():
-    forward, scan = get_template("fused_forward_sm90"), get_template("gate_scan")
+    forward, inverse = get_template("fused_forward_sm90"), get_template("kkt_inverse_sm90")
     problem = problem_for(forward)
-    assert rules_broken(problem, scan.default(problem_for(scan))) == {"kernel_matches"}
+    assert rules_broken(problem, inverse.default(problem_for(inverse))) == {"kernel_matches"}
     on_blackwell = replace(problem, arch="sm100")
     assert rules_broken(on_blackwell, forward.default(on_blackwell)) == {"arch_is_supported"}
 
 
 def test_parameters_must_be_the_templates_own():
-    template = get_template("gate_scan")
+    template = get_template("fused_forward_mma")
     problem = problem_for(template)
     good = template.default(problem).params()
-    missing = Schedule.of("gate_scan", {"threads": 128})
-    wrong = Schedule.of("gate_scan", {**good, "threads": 96})
+    missing = Schedule.of("fused_forward_mma", {"threads": 128})
+    wrong = Schedule.of("fused_forward_mma", {**good, "threads": 96})
     assert rules_broken(problem, missing) == {"parameters_match"}
-    assert "heads_per_cta" in str(is_feasible(problem, missing))
+    assert "dv_split" in str(is_feasible(problem, missing))
     assert rules_broken(problem, wrong) == {"value_is_a_choice"}
     assert "threads=96" in str(is_feasible(problem, wrong))
 
@@ -149,7 +148,7 @@ def test_every_choice_of_every_parameter_is_feasible_somewhere():
         live = set()
         for arch in template.archs:
             for dims in ((64, 64), (128, 64), (64, 128), (128, 128)):
-                for heads in ((1, 1), (1, 8), (2, 64)):
+                for heads in ((1, 1), (1, 8), (1, 12), (2, 64)):
                     shape = dict(zip(("head_dim_k", "head_dim_v", "num_heads", "num_value_heads"), (*dims, *heads)))
                     problem = problem_for(template, arch, **shape)
                     live |= {item for s in template.points() if is_feasible(problem, s) for item in s.items}

@@ -40,11 +40,11 @@ def test_every_default_survives_json():
 
 
 def test_points_are_all_combinations_in_declaration_order():
-    template = get_template("gate_scan")
+    template = get_template("fused_forward_mma")
     points = list(template.points())
-    heads, threads = (p.choices for p in template.parameters)
-    assert len(points) == len(set(points)) == len(heads) * len(threads)
-    assert points[0].params() == {"heads_per_cta": heads[0], "threads": threads[0]}
+    split, copies, threads = (p.choices for p in template.parameters)
+    assert len(points) == len(set(points)) == len(split) * len(copies) * len(threads)
+    assert points[0].params() == {"dv_split": split[0], "copies": copies[0], "threads": threads[0]}
     assert points[1]["threads"] == threads[1]
 
 

@@ -37,7 +37,6 @@ def test_plan_shares_problems_and_puts_the_heaviest_kernel_first():
     problems = plan_problems([OpConfig(16, 64), OpConfig(8, 64)], chunk_sizes=[64])
     assert [(p.kernel, p.num_heads) for p in problems] == [
         ("fused_forward", 16),
-        ("gate_scan", None),
         ("kkt_inverse", 16),
         ("fused_forward", 8),
         ("kkt_inverse", 8),
