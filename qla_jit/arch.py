@@ -40,6 +40,7 @@ ARCHS = {
         Arch("sm121", "sm_121a", (12, 1), 99 * _KB, 100 * _KB, has_wgmma=False),
     )
 }
+ALL_ARCHS = tuple(ARCHS)
 
 
 def get_arch(name: str | Arch) -> Arch:

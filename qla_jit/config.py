@@ -18,7 +18,6 @@ CHUNK_SIZES = (32, 64)
 #: Fields of `OpConfig` that each kernel is specialised on; the others are None in its `Problem`, so rows are shared.
 KERNEL_FIELDS = {
     "kkt_inverse": ("dtype", "head_dim_k", "num_heads", "num_value_heads"),
-    "gate_scan": ("num_value_heads",),
     "fused_forward": (
         "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
     ),

@@ -4,11 +4,12 @@ Every template of a kernel takes these arguments in this order; tokens of all se
 
 | kernel          | inputs                                              | outputs                                    |
 | --------------- | --------------------------------------------------- | ------------------------------------------ |
-| `kkt_inverse`   | k [T, H, K], beta [T, HV], bounds [N + 1]           | a [slots, HV, C, C]                        |
-| `gate_scan`     | g [T, HV], bounds                                   | log_gates [slots, HV, C]                   |
+| `kkt_inverse`   | k [T, H, K], beta, g [T, HV], bounds [N + 1]        | a [slots, HV, C, C]                        |
+|                 |                                                     | log_gates [slots, HV, C]                   |
 | `fused_forward` | q, k [T, H, K], v [T, HV, V], a, log_gates, bounds, | final [·, HV, K, V], o [T, HV, V]          |
 |                 | initial [·, HV, K, V]                               |                                            |
 
+a is lower triangular; its upper right quarter (r < C/2 ≤ c) is never read and may hold anything.
 bounds: cumulative lengths, int32.  g, beta, log_gates: fp32.  `fused_forward` ends with scale (float) and the flags
 has_initial, has_final; where a flag is 0 its state tensor is not touched and may have any number of sequences.
 """
@@ -21,13 +22,20 @@ from .config import Problem
 from .ragged import num_slots
 
 ARGUMENTS = {
-    "kkt_inverse": ("k", "beta", "bounds", "a"),
-    "gate_scan": ("g", "bounds", "log_gates"),
+    "kkt_inverse": ("k", "beta", "g", "bounds", "a", "log_gates"),
     "fused_forward": (
         "q", "k", "v", "a", "log_gates", "bounds", "initial", "final", "o", "scale", "has_initial", "has_final",
     ),
 }
-OUTPUTS = {"kkt_inverse": ("a",), "gate_scan": ("log_gates",), "fused_forward": ("o", "final")}
+OUTPUTS = {"kkt_inverse": ("a", "log_gates"), "fused_forward": ("o", "final")}
+
+
+def without_upper_quarter(a: torch.Tensor) -> torch.Tensor:
+    """A copy of ``a`` [..., C, C] with zeros where its content is unspecified."""
+    half = a.shape[-1] // 2
+    a = a.clone()
+    a[..., :half, half:] = 0
+    return a
 
 
 def inverse_shape(problem: Problem, num_tokens: int, num_sequences: int) -> tuple[int, int, int, int]:

@@ -69,7 +69,6 @@ class CompiledOp:
         self.variants = {kernels["fused_forward"].spec.schedule: kernels["fused_forward"], **(variants or {})}
         self._chosen: dict[tuple, Callable[..., None]] = {}
         self._kkt_inverse = kernels["kkt_inverse"].entry
-        self._gate_scan = kernels["gate_scan"].entry
         self._problem = kernels["fused_forward"].spec.problem
         self._dtype = launch.torch_dtype(config.dtype)
         self._state_dtype = launch.torch_dtype(config.state_dtype)
@@ -108,8 +107,7 @@ class CompiledOp:
                 launch.state_shape(self._problem, sequences), dtype=self._state_dtype, device=q.device
             )
         initial = self._absent_state(q.device) if initial_state is None else initial_state
-        self._kkt_inverse(k, beta, bounds, a)
-        self._gate_scan(g, bounds, log_gates)
+        self._kkt_inverse(k, beta, g, bounds, a, log_gates)
         scale = self.config.head_dim_k**-0.5 if scale is None else scale
         self._fused_forward(cu_host, q.device)(
             q, k, v, a, log_gates, bounds, initial, final, out, scale,

@@ -15,7 +15,6 @@ from .template import Template
 TEMPLATE_MODULES = (
     "kkt_inverse_sm90",
     "kkt_inverse_mma",
-    "gate_scan",
     "fused_forward_sm90",
     "fused_forward_mma",
 )

@@ -9,11 +9,10 @@ Runs on every arch, and on the CPU in tests.  Absent tokens of a partial chunk r
 of the same sequence); Ã is zero in their rows and columns, so they add nothing.
 """
 
+from qla_jit.arch import ALL_ARCHS
 from qla_jit.config import Problem
 from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
-
-from .gate_scan import ALL_ARCHS
 
 NAME = "fused_forward_mma"
 
@@ -138,6 +137,8 @@ def prim_func(problem: Problem, schedule: Schedule):
                 for r, c in T.Parallel(C, DVT):
                     v_s[r, c] = v[T.min(token0 + i * C + r, last), head, dv0 + c]
                 T.copy(a[slot0 + i, head, :, :], a_s)
+                for r, c in T.Parallel(C // 2, C // 2):  # unspecified in memory
+                    a_s[r, C // 2 + c] = 0
                 T.copy(log_gates[slot0 + i, head, :], gate_s)
 
                 # (Ã∘Γ) and scale tril(Q Kᵀ)∘Γ

@@ -11,7 +11,7 @@ accumulator is, after rounding, the register operand of the next product.
 | role      | warps  | per chunk, in order                           | waits for            | signals              |
 | --------- | ------ | --------------------------------------------- | -------------------- | -------------------- |
 | load      | 1      | TMA K, Q; Ã; V                                | kq/a/v_free          | kq/a/v_full          |
-| gates     | 1      | g → γ, scale·γ, γ_C/γ                         | kq_free              | kq_full              |
+| gates     | 1      | g → γ, scale·γ, γ_C/γ, scale·Γ in parts       | kq_free              | kq_full              |
 | store × n | 1 each | O tile to memory (TMA; masked rows at a tail) | o_full               | o_free               |
 | operands  | 4      | Q Kᵀ → P; P Ã ∘Γ → B; Ãᵀ K γ_C/γ → X          | kq/a_full, xb_free   | xb_full, kq/a_free   |
 | state × n | 4 each | K S, Q S → Y → Xᵀ Y → γ Q S + B Y → O tile    | kq/v/xb_full, o_free | kq/v/xb_free, o_full |
@@ -29,11 +29,12 @@ from qla_jit.config import Problem
 from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
-from .fragments_sm90 import FRAGMENTS_CUDA
+from .fragments_sm90 import DECAY_FLOATS, FRAGMENTS_CUDA
 
 NAME = "fused_forward_sm90"
 STAGES_A = 2
 STAGES_V = 2
+GAMMA_AHEAD = 1  # pairs of γ that a state group loads before K S is known; more spill
 
 #: load/operands/state registers per thread.  Two state groups share 512 per lane of the register file, one state group
 #: has the launch's 504; below about 96 the operands group spills, below 184 a state group does.
@@ -80,7 +81,7 @@ def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
         SharedBuffer("x", xb * c * dk, 2),
         SharedBuffer("b", xb * c * c, 2),
         SharedBuffer("o", c * dv, 2),
-        SharedBuffer("gates", kq * 4 * c, 4),
+        SharedBuffer("gates", kq * (4 * c + DECAY_FLOATS), 4),
     )
 
 
@@ -198,6 +199,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         y_op = T.alloc_fragment((64, C), dtype)
         out = T.alloc_fragment((64, C), "float32")
         values = T.alloc_local((16,), "uint32")  # this warp's 16 columns of V, as packed pairs
+        first_gamma = T.alloc_local((2 * GAMMA_AHEAD,), "float32")  # γ of this thread's first tokens
         factors = T.alloc_local((16,), "float32")  # scale · γ of this thread's tokens
         warp_row = w * 64 + ((T.get_thread_binding() // 32) % 4) * 16
         if has_initial != 0:
@@ -205,10 +207,10 @@ def prim_func(problem: Problem, schedule: Schedule):
         else:
             T.clear(state)
         T.call_extern("handle", f"qla::pin<{64 * DK // 128}>", state.data)
+        T.copy(state, state_op)
         for i in T.serial(chunks):
             kq, va, xb = i % KQ, i % NV, i % XB
             T.barrier_wait(kq_full[kq], (i // KQ) % 2)
-            T.copy(state, state_op)
             T.call_extern("handle", "qla::forget", y.data)
             T.wgmma_gemm(state_op, k_s[kq, :, :], y, transpose_B=True, clear_accum=True, policy=rows)  # (K S)ᵀ
             if not late_query:
@@ -218,17 +220,20 @@ def prim_func(problem: Problem, schedule: Schedule):
                 state[r, c] *= gamma[kq, C - 1]
             T.barrier_wait(v_full[va], (i // NV) % 2)
             T.call_extern("handle", "qla::load_values", values.data, T.access_ptr(v_s[va, 0, 0], "r"), warp_row)
+            T.call_extern(
+                "handle", f"qla::load_factors<{GAMMA_AHEAD}>", first_gamma.data, T.access_ptr(gamma[kq, 0], "r")
+            )
             T.wait_wgmma(0 if late_query else 1)
             T.call_extern(
-                "handle", "qla::subtract_from_values", y.data, values.data, T.access_ptr(gamma[kq, 0], "r"),
-                length - i * C, y_op.data,
+                "handle", f"qla::subtract_from_values<{GAMMA_AHEAD}>", y.data, values.data, first_gamma.data,
+                T.access_ptr(gamma[kq, 0], "r"), length - i * C, y_op.data,
             )  # fmt: skip
+            T.call_extern("handle", "qla::load_factors<8>", factors.data, T.access_ptr(gamma_q[kq, 0], "r"))
             T.barrier_wait(xb_full[xb], (i // XB) % 2)
             if late_query:
                 T.call_extern("handle", "qla::forget", out.data)
                 T.wgmma_gemm(state_op, q_s[kq, :, :], out, transpose_B=True, clear_accum=True, policy=rows)
             T.wgmma_gemm(y_op, x_s[xb, :, :], state, clear_accum=False, policy=rows)  # += Yᵀ X
-            T.call_extern("handle", "qla::load_factors", factors.data, T.access_ptr(gamma_q[kq, 0], "r"))
             T.wait_wgmma(1)
             T.call_extern("handle", "qla::scale_columns", out.data, factors.data)
             T.wgmma_gemm(y_op, b_s[xb, :, :], out, transpose_B=True, clear_accum=False, policy=rows)  # += Yᵀ Bᵀ
@@ -240,19 +245,27 @@ def prim_func(problem: Problem, schedule: Schedule):
                 "handle", "qla::store_transposed", out.data, T.access_ptr(o_s[w, 0, 0], "w"), warp_row - w * 64
             )
             T.barrier_arrive(kq_free[kq])
+            T.copy(state, state_op)  # of the next chunk, while the stores land
             T.fence_proxy_async()
             T.barrier_arrive(o_full[w])
+        T.pdl_sync()  # for sequences without a chunk: whatever ran before has finished with `final`
         if has_final != 0:
             save_state(state, final, seq, head, dv0 + w * 64)
 
     @T.macro
-    def run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, tail,
+    def run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, decay, tail,
                      kq_full, kq_free, a_full, a_free, xb_full, xb_free):  # fmt: skip
         qk = T.alloc_fragment((C, C), "float32")
         p_op = T.alloc_fragment((C, C), dtype)
         b = T.alloc_fragment((C, C), "float32")
+        diagonal = T.alloc_local((10,), "float32")  # of scale · Γ: see diagonal_decay
+        row_factors = T.alloc_local((2,), "float32")  # γ_C/γ of this thread's rows
         x_left = T.alloc_fragment((C, 64), "float32")  # X by halves of 64 columns: 32 accumulators instead of 64 live
         x_right = T.alloc_fragment((C, 64), "float32")
+        for i in T.unroll(NA):  # the quarter of Ã above the diagonal, which is not loaded
+            T.call_extern("handle", "qla::clear_units", T.access_ptr(a_s[i, 0, C // 2], "w"))
+        T.fence_proxy_async()
+        T.sync_threads(2, 128)
         if chunks > 0:
             T.barrier_wait(kq_full[0], 0)
         T.call_extern("handle", "qla::forget", qk.data)
@@ -268,12 +281,17 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.barrier_wait(a_full[aa], (i // NA) % 2)
             T.call_extern("handle", "qla::forget", b.data)
             T.wgmma_gemm(p_op, a_s[aa, :, :], b, clear_accum=True, policy=rows)
+            T.call_extern("handle", "qla::load_row_factors", row_factors.data, T.access_ptr(tail[kq, 0], "r"))
+            T.call_extern(
+                "handle", "qla::diagonal_decay", diagonal.data, T.access_ptr(log_gamma[kq, 0], "r"),
+                T.access_ptr(decay[kq, 0], "r"), scale,
+            )  # fmt: skip
             T.wait_wgmma(0)
             T.call_extern("handle", "qla::forget", x_left.data)
             T.wgmma_gemm(a_s[aa, :, :], k_s[kq, :, 0:64], x_left, transpose_A=True, clear_accum=True, policy=rows)
             T.barrier_wait(xb_free[xb], (i // XB + 1) % 2)
             T.call_extern(
-                "handle", "qla::store_decayed", b.data, T.access_ptr(log_gamma[kq, 0], "r"), scale,
+                "handle", "qla::store_decayed", b.data, diagonal.data, T.access_ptr(decay[kq, 0], "r"),
                 T.access_ptr(b_s[xb, 0, 0], "w"),
             )  # fmt: skip
             if DK == 128:
@@ -283,7 +301,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                 )
                 T.wait_wgmma(1)
                 T.call_extern(
-                    "handle", "qla::store_scaled_rows", x_left.data, T.access_ptr(tail[kq, 0], "r"),
+                    "handle", "qla::store_scaled_rows", x_left.data, row_factors.data,
                     T.access_ptr(x_s[xb, 0, 0], "w"), 0,
                 )  # fmt: skip
             # The next chunk's Q Kᵀ runs behind the last store; past the end its operands are stale and unused.
@@ -294,7 +312,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.wait_wgmma(1)
             T.call_extern(
                 "handle", "qla::store_scaled_rows", (x_right if DK == 128 else x_left).data,
-                T.access_ptr(tail[kq, 0], "r"), T.access_ptr(x_s[xb, 0, 0], "w"), DK - 64,
+                row_factors.data, T.access_ptr(x_s[xb, 0, 0], "w"), DK - 64,
             )  # fmt: skip
             T.fence_proxy_async()
             T.barrier_arrive(xb_full[xb])
@@ -339,11 +357,14 @@ def prim_func(problem: Problem, schedule: Schedule):
             x_s = T.alloc_shared((XB, C, DK), dtype)
             b_s = T.alloc_shared((XB, C, C), dtype)
             o_s = T.alloc_shared((GROUPS, C, 64), dtype)
-            log_gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
             gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
             gamma_q = T.alloc_shared((KQ, C), "float32", scope="shared")
             tail = T.alloc_shared((KQ, C), "float32", scope="shared")
-            T.annotate_layout({t: tilelang.layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, b_s, o_s)})
+            decay = T.alloc_shared((KQ, DECAY_FLOATS), "float32", scope="shared")
+            log_gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
+            layout = tilelang.layout
+            T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, b_s, o_s)})
+            T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
             kq_full = T.alloc_barrier(arrive_count=[64] * KQ)
             kq_free = T.alloc_barrier(arrive_count=[consumers + 128] * KQ)
             a_full = T.alloc_barrier(arrive_count=[32] * NA)
@@ -354,6 +375,8 @@ def prim_func(problem: Problem, schedule: Schedule):
             xb_free = T.alloc_barrier(arrive_count=[consumers] * XB)
             o_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
             o_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
+
+            gates = T.alloc_local((2,), "float32")  # log₂ γ of two tokens, in the gate warp
 
             seq = block // (HV * SPLIT)
             head = block % (HV * SPLIT) // SPLIT
@@ -375,7 +398,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                           kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
             elif tx < end["operands"]:
                 T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
-                run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, tail,
+                run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, decay, tail,
                              kq_full, kq_free, a_full, a_free, xb_full, xb_free)  # fmt: skip
             else:
                 T.set_max_nreg(registers["load"], 0)
@@ -387,21 +410,37 @@ def prim_func(problem: Problem, schedule: Schedule):
                         T.tma_copy(k[first : first + C, head // GROUP, :], k_s[kq, :, :], barrier=kq_full[kq])
                         T.tma_copy(q[first : first + C, head // GROUP, :], q_s[kq, :, :], barrier=kq_full[kq])
                         T.barrier_arrive(kq_full[kq])
+                        if i == 0:
+                            T.pdl_sync()
                         T.barrier_wait(a_free[aa], (i // NA + 1) % 2)
-                        T.tma_copy(a[slot0 + i, head, :, :], a_s[aa, :, :], barrier=a_full[aa])
+                        T.tma_copy(a[slot0 + i, head, :, 0 : C // 2], a_s[aa, :, 0 : C // 2], barrier=a_full[aa])
+                        T.tma_copy(
+                            a[slot0 + i, head, C // 2 : C, C // 2 : C], a_s[aa, C // 2 : C, C // 2 : C],
+                            barrier=a_full[aa],
+                        )  # fmt: skip
                         T.barrier_arrive(a_full[aa])
                         T.barrier_wait(v_free[va], (i // NV + 1) % 2)
                         T.tma_copy(v[first : first + C, head, dv0 : dv0 + DVT], v_s[va, :, :], barrier=v_full[va])
                         T.barrier_arrive(v_full[va])
                 elif tx < first_load + 64:
+                    T.pdl_sync()
+                    if chunks > 0:
+                        T.call_extern(
+                            "handle", "qla::load_gates", gates.data, T.access_ptr(log_gates[slot0, head, 0], "r")
+                        )
                     for i in T.serial(chunks):
                         kq = i % KQ
                         T.barrier_wait(kq_free[kq], (i // KQ + 1) % 2)
-                        for c in T.Parallel(C):
-                            log_gamma[kq, c] = log_gates[slot0 + i, head, c]
-                            gamma[kq, c] = T.exp2(log_gates[slot0 + i, head, c])
-                            gamma_q[kq, c] = T.exp2(log_gates[slot0 + i, head, c]) * scale
-                            tail[kq, c] = T.exp2(log_gates[slot0 + i, head, C - 1] - log_gates[slot0 + i, head, c])
+                        T.call_extern(
+                            "handle", "qla::write_gates", gates.data, scale, T.access_ptr(gamma[kq, 0], "w"),
+                            T.access_ptr(gamma_q[kq, 0], "w"), T.access_ptr(tail[kq, 0], "w"),
+                            T.access_ptr(log_gamma[kq, 0], "w"), T.access_ptr(decay[kq, 0], "w"),
+                        )  # fmt: skip
+                        if i + 1 < chunks:
+                            T.call_extern(
+                                "handle", "qla::load_gates", gates.data,
+                                T.access_ptr(log_gates[slot0 + i + 1, head, 0], "r"),
+                            )  # fmt: skip
                         T.barrier_arrive(kq_full[kq])
                 elif tx < first_load + 96:
                     run_store(0, chunks, length, token0, head, dv0, o_s, o, o_full, o_free)

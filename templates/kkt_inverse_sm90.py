@@ -1,51 +1,57 @@
-"""Gate-free inverse of every chunk on Hopper: Ã = A' diag(β) = (I + tril(diag(β) K Kᵀ, −1))⁻¹ diag(β), MATH.md (5).
+"""Gate-free inverse of every chunk on Hopper, Ã = A' diag(β) = (I + tril(diag(β) K Kᵀ, −1))⁻¹ diag(β), MATH.md (5),
+and the chunk-local cumulative gates (2), log₂ γ.
 
 With the update gate folded into the columns, no later kernel of the forward needs β, and the same matrix serves the
-state's transfer (`A' diag(β)` of (12)) and the backward (dV = (Ã∘Γ)ᵀ dU).  K Kᵀ is made once per key head and reused
-for `value_heads_per_cta` value heads.  Rows and columns of absent tokens of a partial chunk are exactly zero.
+state's transfer (`A' diag(β)` of (12)) and the backward (dV = (Ã∘Γ)ᵀ dU).  A CTA makes K Kᵀ once per key head; then
+each warp inverts one value head by itself (`inverse_sm90`).  Rows and columns of absent tokens of a partial chunk are
+exactly zero; their gates repeat the last present value, so a chunk's last gate is always its whole decay.  The upper
+right quarter of Ã, zero by definition, is not written: device memory limits this kernel.
 
-| step        | threads | does                                                                               |
-| ----------- | ------- | ---------------------------------------------------------------------------------- |
-| load        | 1       | TMA K of (slot, key head); threads meet at one mbarrier                            |
-| K Kᵀ        | 128     | one WGMMA chain m64n64, fp32 accumulators kept for all value heads                 |
-|             |         | then, per pair of value heads:                                                     |
-| base        | 4 warps | 16 × 16 diagonal blocks: forward substitution in fp32, one column per lane         |
-| merge 16→32 | 4 warps | R = −A₂₂ L₂₁ A₁₁ by mma.sync in fp16 with fp32 accumulators, one merge per warp    |
-| merge 32→64 | 4 warps | the same on 32 × 32 blocks, one 16 × 16 block of R per warp and head               |
-| store       | 128     | × β per column, 16-byte stores                                                     |
+| step     | threads    | does                                                                        |
+| -------- | ---------- | --------------------------------------------------------------------------- |
+| load     | 1 and 128  | TMA K of (slot, key heads); meanwhile β and g of all heads                  |
+| K Kᵀ     | 128        | one WGMMA chain m64n64 per key head; the K tile becomes fp16 products       |
+| inverse  | 1 warp     | per value head: gates by warp scan; inverse in registers; × β per column;   |
+|          |            | TMA store of 32 rows at a time                                              |
 """
 
 from qla_jit.config import Problem
 from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
-from .inverse_sm90 import BASE_FLOATS, INVERSE_CUDA, INVERSE_PITCH
+from .inverse_sm90 import INVERSE_CUDA, PRODUCT_BYTES, STRIP_ROWS
 
 NAME = "kkt_inverse_sm90"
+WARPS = 4
 
 PARAMETERS = (
-    Parameter("value_heads_per_cta", (1, 2, 4, 8), 4, "value heads of one key head that share K Kt in a CTA"),
-    Parameter("min_ctas_per_sm", (1, 4, 6, 8), 6, "occupancy the compiler must leave room for"),
+    Parameter("value_heads_per_cta", (1, 2, 3, 4, 6, 8, 12), 4, "consecutive value heads of a CTA, four at a time"),
+    Parameter("min_ctas_per_sm", (1, 4, 5, 6), 6, "occupancy the compiler must leave room for"),
 )
 
 
+def key_heads(problem: Problem, schedule: Schedule) -> int:
+    """Key heads whose value heads a CTA inverts: one, or several with all of theirs."""
+    return max(1, schedule["value_heads_per_cta"] // problem.group_size)
+
+
 def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
-    registers = min(255, 65536 // (128 * schedule["min_ctas_per_sm"]) // 8 * 8)
-    return (Role("inverse", 4, registers, "the whole chunk"),)
+    registers = min(255, 65536 // (32 * WARPS * schedule["min_ctas_per_sm"]) // 8 * 8)
+    return (Role("inverse", WARPS, registers, "the whole chunk"),)
 
 
 def tile_rows(problem: Problem) -> int:
-    """Rows of the K tile, which later holds the fp32 diagonal blocks: enough for either."""
-    rows = -(-BASE_FLOATS * 4 // (2 * problem.head_dim_k))
+    """Rows of a K tile, which later holds K Kᵀ: enough for either."""
+    rows = -(-PRODUCT_BYTES // (2 * problem.head_dim_k))
     return max(problem.chunk_size, -(-rows // 8) * 8)
 
 
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
-    c, together = problem.chunk_size, min(2, schedule["value_heads_per_cta"])
+    c, heads = problem.chunk_size, schedule["value_heads_per_cta"]
     return (
-        SharedBuffer("k or base", tile_rows(problem) * problem.head_dim_k, 2),
-        SharedBuffer("work", together * c * INVERSE_PITCH, 2),
-        SharedBuffer("beta", schedule["value_heads_per_cta"] * c, 4),
+        SharedBuffer("k or K Kᵀ", key_heads(problem, schedule) * tile_rows(problem) * problem.head_dim_k, 2),
+        SharedBuffer("strips", WARPS * STRIP_ROWS * c, 2),
+        SharedBuffer("beta and gates", 2 * heads * c, 4),
     )
 
 
@@ -54,17 +60,22 @@ def barriers(problem: Problem, schedule: Schedule) -> int:
 
 
 def work(problem: Problem, schedule: Schedule) -> Work:
-    c, dk, shared_by = problem.chunk_size, problem.head_dim_k, schedule["value_heads_per_cta"]
-    merges = 2 * (2 * 2 * 16**3) + 2 * 2 * 32**3
+    c, dk = problem.chunk_size, problem.head_dim_k
+    shared_by = min(problem.group_size, schedule["value_heads_per_cta"])
+    merges = 4 * (2 * 2 * 8**3) + 2 * (2 * 2 * 16**3) + 2 * 2 * 32**3
     return Work(
-        flops=2 * c * c * dk // shared_by + merges, bytes_read=2 * c * dk // shared_by + 4 * c, bytes_written=2 * c * c
+        flops=2 * c * c * dk // shared_by + merges,
+        bytes_read=2 * c * dk // shared_by + 2 * 4 * c,
+        bytes_written=2 * c * c + 4 * c,
     )
 
 
 def _heads_divide(problem: Problem, schedule: Schedule, arch) -> str | None:
-    heads = schedule["value_heads_per_cta"]
-    if problem.group_size % heads:
-        return f"value_heads_per_cta={heads} does not divide the {problem.group_size} value heads of a key head"
+    heads, group = schedule["value_heads_per_cta"], problem.group_size
+    if group % heads and heads % group:
+        return f"value_heads_per_cta={heads} neither divides nor is a multiple of the {group} value heads of a key head"
+    if problem.num_value_heads % heads:
+        return f"value_heads_per_cta={heads} does not divide num_value_heads={problem.num_value_heads}"
     return None
 
 
@@ -75,12 +86,14 @@ def _occupancy_fits(problem: Problem, schedule: Schedule, arch) -> str | None:
     return None
 
 
-RULES = (Rule("value_heads_divide_the_group", _heads_divide), Rule("occupancy_fits_shared_memory", _occupancy_fits))
+RULES = (Rule("value_heads_are_whole_groups", _heads_divide), Rule("occupancy_fits_shared_memory", _occupancy_fits))
 
 
 def adapt(problem: Problem, schedule: Schedule) -> Schedule:
-    """The most value heads per CTA that divide the group."""
-    fitting = [h for h in PARAMETERS[0].choices if problem.group_size % h == 0 and h <= 4]
+    """The most value heads per CTA, up to four, that fit the heads; one for the tallest K tiles."""
+    fitting = [
+        h for h in PARAMETERS[0].choices if h <= WARPS and not _heads_divide(problem, Schedule.of(NAME, {"value_heads_per_cta": h}), None)
+    ]
     return schedule.replace(value_heads_per_cta=max(fitting))
 
 
@@ -95,8 +108,7 @@ def prim_func(problem: Problem, schedule: Schedule):
 
     C, DK = problem.chunk_size, problem.head_dim_k
     H, HV, GROUP = problem.num_heads, problem.num_value_heads, problem.group_size
-    HEADS = schedule["value_heads_per_cta"]
-    PAIR = min(2, HEADS)
+    HEADS, KEYS = schedule["value_heads_per_cta"], key_heads(problem, schedule)
     TILE = tile_rows(problem)
     dtype = problem.dtype
     blocks = HV // HEADS
@@ -104,21 +116,41 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_slots = T.dynamic("num_slots")
     num_bounds = T.dynamic("num_bounds")
 
+    @T.macro
+    def store_strip(strips, a, slot, first_head, row, columns):
+        T.fence_proxy_async()
+        T.sync_warp()
+        tx = T.get_thread_binding()
+        if tx < 32:
+            T.copy(strips[0, :, 0:columns], a[slot, first_head, row : row + STRIP_ROWS, 0:columns])
+        elif tx < 64:
+            T.copy(strips[1, :, 0:columns], a[slot, first_head + 1, row : row + STRIP_ROWS, 0:columns])
+        elif tx < 96:
+            T.copy(strips[2, :, 0:columns], a[slot, first_head + 2, row : row + STRIP_ROWS, 0:columns])
+        else:
+            T.copy(strips[3, :, 0:columns], a[slot, first_head + 3, row : row + STRIP_ROWS, 0:columns])
+
     @T.prim_func
     def kkt_inverse(
         k: T.Tensor((num_tokens, H, DK), dtype),
         beta: T.Tensor((num_tokens, HV), "float32"),
+        g: T.Tensor((num_tokens, HV), "float32"),
         bounds: T.Tensor((num_bounds,), "int32"),
         a: T.Tensor((num_slots, HV, C, C), dtype),
+        log_gates: T.Tensor((num_slots, HV, C), "float32"),
     ):
-        with T.Kernel(num_slots * blocks, threads=128, prelude=INVERSE_CUDA) as block:
+        with T.Kernel(num_slots * blocks, threads=32 * WARPS, prelude=INVERSE_CUDA) as block:
             T.annotate_min_blocks_per_sm(schedule["min_ctas_per_sm"])
-            k_s = T.alloc_shared((TILE, DK), dtype)
-            work_s = T.alloc_shared((PAIR * C, INVERSE_PITCH), "float16")
+            k_s = T.alloc_shared((KEYS, TILE, DK), dtype)
+            strips = T.alloc_shared((WARPS, STRIP_ROWS, C), dtype)
             beta_s = T.alloc_shared((HEADS * C,), "float32", scope="shared")
+            gates_s = T.alloc_shared((HEADS * C,), "float32", scope="shared")
             kk = T.alloc_fragment((C, C), "float32")
-            loaded = T.alloc_barrier(arrive_count=[128])
-            T.annotate_layout({work_s: tilelang.layout.make_linear_layout(work_s)})
+            carried = T.alloc_local((24,), "uint32")  # between the two halves of an inverse
+            loaded = T.alloc_barrier(arrive_count=[32 * WARPS])
+            T.annotate_layout({strips: tilelang.layout.make_half_bank_swizzled_layout(strips)})
+            T.pdl_trigger()
+            warp = T.get_thread_binding() // 32
             slot = block // blocks
             first_head = block % blocks * HEADS
             seq = T.alloc_var("int32")
@@ -126,25 +158,42 @@ def prim_func(problem: Problem, schedule: Schedule):
             token0 = bounds[seq] + (slot - bounds[seq] // C - seq) * C
             valid = T.min(bounds[seq + 1] - token0, C)
             if valid > 0:
-                T.tma_copy(k[token0 : token0 + C, first_head // GROUP, :], k_s[0:C, :], barrier=loaded[0])
+                for i in T.unroll(KEYS):
+                    T.tma_copy(k[token0 : token0 + C, first_head // GROUP + i, :], k_s[i, 0:C, :], barrier=loaded[0])
                 T.barrier_arrive(loaded[0])
                 for i in T.Parallel(HEADS * C):  # heads of a token are neighbours in memory
                     token = T.min(token0 + i // HEADS, num_tokens - 1)
-                    beta_s[i % HEADS * C + i // HEADS] = T.if_then_else(
-                        i // HEADS < valid, beta[token, first_head + i % HEADS], 0.0
-                    )
+                    present = i // HEADS < valid
+                    head = first_head + i % HEADS
+                    beta_s[i % HEADS * C + i // HEADS] = T.if_then_else(present, beta[token, head], 0.0)
+                    gates_s[i % HEADS * C + i // HEADS] = T.if_then_else(present, g[token, head], 0.0)
                 T.barrier_wait(loaded[0], 0)
-                T.wgmma_gemm(
-                    k_s[0:C, :], k_s[0:C, :], kk, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow
-                )
-                T.wait_wgmma(0)
-                T.sync_threads()  # from here the K tile is scratch
-                for h in T.serial(HEADS // PAIR):
-                    T.call_extern(
-                        "handle", f"qla::inverse_of_heads<{PAIR}>", kk.data, T.access_ptr(work_s[0, 0], "rw"),
-                        T.access_ptr(k_s[0, 0], "rw"), T.access_ptr(beta_s[h * PAIR * C], "r"),
-                        T.access_ptr(a[slot, first_head + h * PAIR, 0, 0], "w"), valid,
+                for i in T.unroll(KEYS):
+                    T.wgmma_gemm(
+                        k_s[i, 0:C, :], k_s[i, 0:C, :], kk, transpose_B=True, clear_accum=True,
+                        policy=T.GemmWarpPolicy.FullRow,
                     )  # fmt: skip
+                    T.wait_wgmma(0)
+                    T.sync_threads()  # from here the K tile is scratch
+                    T.call_extern("handle", "qla::store_products", kk.data, T.access_ptr(k_s[i, 0, 0], "w"), valid)
+                T.sync_threads()
+                for i in T.serial(T.ceildiv(HEADS, WARPS)):
+                    h = i * WARPS + warp
+                    if h < HEADS:
+                        T.call_extern(
+                            "handle", "qla::scan_gates", T.access_ptr(gates_s[h * C], "r"),
+                            T.access_ptr(log_gates[slot, first_head + h, 0], "w"),
+                        )  # fmt: skip
+                        T.call_extern(
+                            "handle", "qla::invert_upper", T.access_ptr(k_s[h // min(GROUP, HEADS), 0, 0], "r"),
+                            T.access_ptr(beta_s[h * C], "r"), T.access_ptr(strips[warp, 0, 0], "w"), carried.data,
+                        )  # fmt: skip
+                        store_strip(strips, a, slot, first_head + i * WARPS, 0, C // 2)
+                        T.call_extern(
+                            "handle", "qla::invert_lower", T.access_ptr(k_s[h // min(GROUP, HEADS), 0, 0], "r"),
+                            T.access_ptr(beta_s[h * C], "r"), T.access_ptr(strips[warp, 0, 0], "w"), carried.data,
+                        )  # fmt: skip
+                        store_strip(strips, a, slot, first_head + i * WARPS, STRIP_ROWS, C)
 
     return kkt_inverse
 
