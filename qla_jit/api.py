@@ -48,7 +48,7 @@ def chunk_gated_delta_rule(
     """Gated DeltaNet: ``S ← exp(g) (I − β k kᵀ) S + β k vᵀ``, ``o = scale · Sᵀ q``, token by token (MATH.md (1)).
 
     q, k: ``[B, T, H, K]``; k must be L2-normalised, or use_qk_l2norm_in_kernel set.  v: ``[B, T, HV, V]``, HV a
-    multiple of H.  One dtype: bf16 or fp16 on CUDA (contiguous, K and V 64 or 128), any on the CPU.
+    multiple of H.  One dtype: bf16 or fp16 on CUDA (contiguous, K 64 or 128, V 64, 128 or 256), any on the CPU.
     g: ``[B, T, HV]``, any float dtype, log space, finite and ≤ 0.  beta: ``[B, T, HV]``, any float dtype, in (0, 1).
     scale: ``K ** -0.5`` if None.
     initial_state: ``[N, HV, K, V]`` (``[N, HV, V, K]`` with state_v_first) in fp32, bf16 or fp16; zero if None.

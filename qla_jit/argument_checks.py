@@ -9,10 +9,10 @@ import math
 
 import torch
 
+from .config import HEAD_DIMS
 from .errors import InputError, QlaError, UnsupportedError
 
 CHUNK_SIZE_HINTS = (16, 32, 64)
-CUDA_HEAD_DIMS = (64, 128)
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32, torch.float64)
 #: Per device type: dtypes of q, k and v, dtypes of an initial state, and dtypes a final state may be asked in.
@@ -95,8 +95,8 @@ def check_devices_and_dtypes(q, k, v, g, beta, initial_state, cu_seqlens, out) -
             )
         for name, dim in (("head_dim_k", q.shape[3]), ("head_dim_v", v.shape[3])):
             support(
-                dim in CUDA_HEAD_DIMS,
-                f"{name} in {CUDA_HEAD_DIMS}",
+                dim in HEAD_DIMS[name],
+                f"{name} in {HEAD_DIMS[name]}",
                 f"{name}={dim}",
                 "pad with zeros to the next one (and pass scale if it is head_dim_k).",
             )

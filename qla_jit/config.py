@@ -12,7 +12,7 @@ from .errors import ConfigError
 
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = {"head_dim_k": (64, 128), "head_dim_v": (64, 128, 256)}
 CHUNK_SIZES = (32, 64)
 
 #: Fields of `OpConfig` that each kernel is specialised on; the others are None in its `Problem`, so rows are shared.
@@ -34,7 +34,7 @@ def _require(condition: bool, invariant: str, got: str, remedy: str) -> None:
 class OpConfig:
     """The operator asked for: Gated DeltaNet on ``[B, T, H, K]`` queries and keys, ``[B, T, HV, V]`` values.
 
-    num_heads: query/key heads H.  num_value_heads: value heads HV, a multiple of H.  head_dim_k, head_dim_v: 64 or 128.
+    num_heads: query/key heads H.  num_value_heads: value heads HV, a multiple of H.  head_dim_k: 64 or 128; head_dim_v: also 256.
     dtype: of q, k, v, o.  state_dtype: of the states in memory (always accumulated in fp32).
     state_v_first: states are ``[N, HV, V, K]`` instead of ``[N, HV, K, V]``.  arch: ``sm90`` …
 
@@ -59,9 +59,9 @@ class OpConfig:
             f"num_value_heads={self.num_value_heads}, num_heads={self.num_heads}",
             "repeat q and k heads until the ratio is whole.",
         )
-        for name in ("head_dim_k", "head_dim_v"):
+        for name, dims in HEAD_DIMS.items():
             value = getattr(self, name)
-            _require(value in HEAD_DIMS, f"{name} in {HEAD_DIMS}", f"{name}={value}", "pad with zeros to the next one.")
+            _require(value in dims, f"{name} in {dims}", f"{name}={value}", "pad with zeros to the next one.")
         _require(self.dtype in DTYPES, f"dtype in {DTYPES}", f"dtype={self.dtype!r}", "cast q, k and v.")
         _require(
             self.state_dtype in STATE_DTYPES,

@@ -6,6 +6,7 @@ here is the kernel's own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -86,8 +87,11 @@ def make_case(
     device: str | torch.device = "cuda",
     gates: str = "bench",
     key_correlation: float = 0.0,
+    chunks_per_checkpoint: int = 0,
 ) -> Case:
-    """A case of one kernel on sequences of ``lengths`` tokens; see `numerics.make_inputs` for the data."""
+    """A case of one kernel on sequences of ``lengths`` tokens; see `numerics.make_inputs` for the data.
+
+    The state of sequence n is in row N - 1 - n of a pool; `fused_forward` writes checkpoints if told to."""
     try:
         make = _MAKERS[problem.kernel]
     except KeyError:
@@ -107,7 +111,8 @@ def make_case(
     )
     slots = [slot for slot, _, _ in chunk_slots(inputs.cu_host, problem.chunk_size)]
     owned = torch.tensor(slots, dtype=torch.int64, device=device)
-    return make(problem, inputs, owned)
+    more = {"chunks_per_checkpoint": chunks_per_checkpoint} if problem.kernel == "fused_forward" else {}
+    return make(problem, inputs, owned, **more)
 
 
 def _kkt_inverse_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
@@ -126,7 +131,7 @@ def _kkt_inverse_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
     return Case(problem, tensors, reference, owned, GPU_TOLERANCE[k.dtype])
 
 
-def _fused_forward_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
+def _fused_forward_case(problem: Problem, inputs, owned: torch.Tensor, chunks_per_checkpoint: int) -> Case:
     q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
     state_dtype = launch.torch_dtype(problem.state_dtype)
     initial = inputs.initial_state.mT if problem.state_v_first else inputs.initial_state
@@ -139,18 +144,47 @@ def _fused_forward_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
     log_gates = torch.full(a.shape[:3], nan, dtype=torch.float32, device=k.device)
     log_gates[owned] = gate_scan_reference(inputs.g, inputs.cu_host, problem.chunk_size)[owned].float()
 
-    def reference():
-        o, final = fused_forward_reference(
-            *inputs.tokens, inputs.scale, initial, inputs.cu_host, bool(problem.state_v_first), problem.chunk_size
-        )
-        return {"o": o[0], "final": final}
+    every = chunks_per_checkpoint * problem.chunk_size
+    counts = [(b - a) // every if every else 0 for a, b in zip(inputs.cu_host, inputs.cu_host[1:])]
 
+    def reference():
+        def run(cu, pieces=(slice(None),)):
+            tokens = [torch.cat([x[:, piece] for piece in pieces], dim=1) for x in inputs.tokens]
+            return fused_forward_reference(
+                *tokens, inputs.scale, initial, cu, bool(problem.state_v_first), problem.chunk_size
+            )
+
+        o, final = run(inputs.cu_host)
+        wanted = {"o": o[0], "final": final.flip(0)}
+        if sum(counts):
+            wanted["checkpoints"] = torch.cat([_state_after(run, inputs, n, i * every) for n, i in _intervals(counts)])
+        return wanted
+
+    rows = torch.arange(len(counts), dtype=torch.int32, device=k.device)
     tensors = {
-        "q": q, "k": k, "v": v, "a": a, "log_gates": log_gates, "bounds": inputs.cu_seqlens, "initial": initial,
-        "final": torch.empty_like(initial), "o": torch.empty_like(v), "scale": inputs.scale,
-        "has_initial": 1, "has_final": 1,
+        "q": q, "k": k, "v": v, "a": a, "log_gates": log_gates, "bounds": inputs.cu_seqlens,
+        "state_rows": rows.flip(0).contiguous(),
+        "checkpoint_rows": torch.tensor([0, *itertools.accumulate(counts)][:-1], dtype=torch.int32, device=k.device),
+        "initial": initial.flip(0).contiguous(), "final": torch.empty_like(initial),
+        "checkpoints": initial.new_full((max(1, sum(counts)), *initial.shape[1:]), nan), "o": torch.empty_like(v),
+        "scale": inputs.scale, "has_initial": 1, "has_final": 1, "chunks_per_checkpoint": chunks_per_checkpoint,
     }  # fmt: skip
     return Case(problem, tensors, reference, owned, GPU_TOLERANCE[k.dtype])
+
+
+def _intervals(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """(sequence, 1-based interval) of every checkpoint, in the order of their rows."""
+    return [(n, i) for n, count in enumerate(counts) for i in range(1, count + 1)]
+
+
+def _state_after(run: Callable, inputs, sequence: int, tokens: int) -> torch.Tensor:
+    """[1, HV, ...] float64: the state of a sequence after its first ``tokens``, by running all sequences cut there."""
+    pieces, cu = [], [0]
+    for n, (start, end) in enumerate(zip(inputs.cu_host, inputs.cu_host[1:])):
+        length = tokens if n == sequence else 0
+        pieces.append(slice(start, start + length))
+        cu.append(cu[-1] + length)
+    return run(cu, pieces)[1][sequence : sequence + 1]
 
 
 _MAKERS = {

@@ -24,7 +24,8 @@ from .ragged import num_slots
 ARGUMENTS = {
     "kkt_inverse": ("k", "beta", "g", "bounds", "a", "log_gates"),
     "fused_forward": (
-        "q", "k", "v", "a", "log_gates", "bounds", "initial", "final", "o", "scale", "has_initial", "has_final",
+        "q", "k", "v", "a", "log_gates", "bounds", "state_rows", "checkpoint_rows", "initial", "final", "checkpoints", "o",
+        "scale", "has_initial", "has_final", "chunks_per_checkpoint",
     ),
 }
 OUTPUTS = {"kkt_inverse": ("a", "log_gates"), "fused_forward": ("o", "final")}

@@ -73,6 +73,7 @@ class CompiledOp:
         self._dtype = launch.torch_dtype(config.dtype)
         self._state_dtype = launch.torch_dtype(config.state_dtype)
         self._absent: dict[torch.device, torch.Tensor] = {}
+        self._rows: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def __call__(
         self,
@@ -107,11 +108,12 @@ class CompiledOp:
                 launch.state_shape(self._problem, sequences), dtype=self._state_dtype, device=q.device
             )
         initial = self._absent_state(q.device) if initial_state is None else initial_state
+        rows = self._rows_of(sequences, q.device)
         self._kkt_inverse(k, beta, g, bounds, a, log_gates)
         scale = self.config.head_dim_k**-0.5 if scale is None else scale
         self._fused_forward(cu_host, q.device)(
-            q, k, v, a, log_gates, bounds, initial, final, out, scale,
-            int(initial_state is not None), int(output_final_state),
+            q, k, v, a, log_gates, bounds, rows, rows, initial, final, self._absent_state(q.device), out, scale,
+            int(initial_state is not None), int(output_final_state), 0,
         )  # fmt: skip
         return out, final if output_final_state else None
 
@@ -134,6 +136,12 @@ class CompiledOp:
                 self._chosen.clear()
             found = self._chosen[cu_host, device] = self.variants[schedule].entry
         return found
+
+    def _rows_of(self, sequences: int, device: torch.device) -> torch.Tensor:
+        """Where each sequence's state is, when states are given in order."""
+        if (sequences, device) not in self._rows:
+            self._rows[sequences, device] = torch.arange(sequences, dtype=torch.int32, device=device)
+        return self._rows[sequences, device]
 
     def _absent_state(self, device: torch.device) -> torch.Tensor:
         """A tensor to pass where a state is absent; the kernel does not touch it."""

@@ -30,6 +30,27 @@ __device__ __forceinline__ void pin(float* fragment) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(fragment[i]));
 }
 
+// A state in device memory <-> 64 rows of its transpose in accumulators of `Columns` columns.
+template <int Columns, int RowStride, int ColumnStride, typename State>
+__device__ __forceinline__ State* state_place(State* state) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  return state + (warp * 16 + (lane >> 2)) * RowStride + (lane & 3) * 2 * ColumnStride;
+}
+template <int Columns, int RowStride, int ColumnStride, typename State>
+__device__ __forceinline__ void load_state(float* acc, const State* state) {
+  const State* place = state_place<Columns, RowStride, ColumnStride>(state);
+#pragma unroll
+  for (int i = 0; i < Columns / 2; ++i)  // accumulators: 8 columns, then 8 rows, then neighbouring columns
+    acc[i] = static_cast<float>(place[(i >> 1 & 1) * 8 * RowStride + ((i >> 2) * 8 + (i & 1)) * ColumnStride]);
+}
+template <int Columns, int RowStride, int ColumnStride, typename State>
+__device__ __forceinline__ void save_state(const float* acc, State* state) {
+  State* place = state_place<Columns, RowStride, ColumnStride>(state);
+#pragma unroll
+  for (int i = 0; i < Columns / 2; ++i)
+    place[(i >> 1 & 1) * 8 * RowStride + ((i >> 2) * 8 + (i & 1)) * ColumnStride] = static_cast<State>(acc[i]);
+}
+
 // Address of the 16-byte unit that holds (token, column) of a swizzled [64, width] tile.
 template <typename Element>
 __device__ __forceinline__ unsigned unit_address(const Element* tile, int token, int column) {

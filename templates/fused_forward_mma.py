@@ -17,7 +17,7 @@ from qla_jit.template import SharedBuffer, Template, Work
 NAME = "fused_forward_mma"
 
 PARAMETERS = (
-    Parameter("dv_split", (1, 2), 2, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
+    Parameter("dv_split", (1, 2, 4), 2, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
     Parameter("copies", ("plain", "async"), "plain", "how chunks reach shared memory: load and store, or cp.async"),
     Parameter("threads", (128, 256), 128, "threads per CTA; each warp owns rows of d_v"),
 )
@@ -81,6 +81,16 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_bounds = T.dynamic("num_bounds")
     num_initial = T.dynamic("num_initial")
     num_final = T.dynamic("num_final")
+    num_sequences = T.dynamic("num_sequences")
+    num_checkpoints = T.dynamic("num_checkpoints")
+
+    @T.macro
+    def save_state(state, states, row, head, dv0):
+        for r, c in T.Parallel(DVT, DK):
+            if v_first:
+                states[row, head, dv0 + r, c] = T.cast(state[r, c], state_dtype)
+            else:
+                states[row, head, c, dv0 + r] = T.cast(state[r, c], state_dtype)
 
     @T.prim_func
     def fused_forward(
@@ -90,12 +100,16 @@ def prim_func(problem: Problem, schedule: Schedule):
         a: T.Tensor((num_slots, HV, C, C), dtype),
         log_gates: T.Tensor((num_slots, HV, C), "float32"),
         bounds: T.Tensor((num_bounds,), "int32"),
+        state_rows: T.Tensor((num_sequences,), "int32"),
+        checkpoint_rows: T.Tensor((num_sequences,), "int32"),
         initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
         final: T.Tensor((num_final, HV, *state_shape), state_dtype),
+        checkpoints: T.Tensor((num_checkpoints, HV, *state_shape), state_dtype),
         o: T.Tensor((num_tokens, HV, DV), dtype),
         scale: T.float32,
         has_initial: T.int32,
         has_final: T.int32,
+        chunks_per_checkpoint: T.int32,
     ):
         with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=schedule["threads"]) as block:
             k_s = T.alloc_shared((C, DK), dtype)
@@ -121,12 +135,15 @@ def prim_func(problem: Problem, schedule: Schedule):
             last = token0 + length - 1
             slot0 = token0 // C + seq
 
-            if has_initial != 0:
+            row = state_rows[seq]
+            until_checkpoint = T.alloc_var("int32")  # chunks; never reached if there are none
+            until_checkpoint = T.if_then_else(chunks_per_checkpoint > 0, chunks_per_checkpoint, length + 1)
+            if has_initial != 0 and row >= 0:
                 for r, c in T.Parallel(DVT, DK):
                     if v_first:
-                        state[r, c] = T.cast(initial[seq, head, dv0 + r, c], "float32")
+                        state[r, c] = T.cast(initial[row, head, dv0 + r, c], "float32")
                     else:
-                        state[r, c] = T.cast(initial[seq, head, c, dv0 + r], "float32")
+                        state[r, c] = T.cast(initial[row, head, c, dv0 + r], "float32")
             else:
                 T.clear(state)
             for i in T.Pipelined(T.ceildiv(length, C), num_stages=int(schedule["copies"] == "async")):
@@ -178,12 +195,14 @@ def prim_func(problem: Problem, schedule: Schedule):
                 for r, c in T.Parallel(C, DVT):
                     if token0 + i * C + r <= last:
                         o[token0 + i * C + r, head, dv0 + c] = o_s[r, c]
-            if has_final != 0:
-                for r, c in T.Parallel(DVT, DK):
-                    if v_first:
-                        final[seq, head, dv0 + r, c] = T.cast(state[r, c], state_dtype)
-                    else:
-                        final[seq, head, c, dv0 + r] = T.cast(state[r, c], state_dtype)
+                until_checkpoint = until_checkpoint - 1
+                if until_checkpoint == 0:
+                    if length >= i * C + C:
+                        save_state(state, checkpoints, checkpoint_rows[seq] + T.truncdiv(i + 1, chunks_per_checkpoint) - 1,
+                                   head, dv0)  # fmt: skip
+                    until_checkpoint = chunks_per_checkpoint
+            if has_final != 0 and row >= 0:
+                save_state(state, final, row, head, dv0)
 
     return fused_forward
 

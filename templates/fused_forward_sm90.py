@@ -41,7 +41,7 @@ GAMMA_AHEAD = 1  # pairs of γ that a state group loads before K S is known; mor
 REGISTERS = ("24/104/192", "24/120/184", "40/104/184", "40/168/240", "40/216/240")
 
 PARAMETERS = (
-    Parameter("dv_split", (1, 2), 1, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
+    Parameter("dv_split", (1, 2, 4), 1, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
     Parameter("stages_kq", (2, 3), 3, "K, Q and gate stages; three let `operands` run a chunk ahead"),
     Parameter("stages_xb", (1, 2), 2, "X and B stages between `operands` and `state`"),
     Parameter("query_product", ("early", "late"), "early", "Q S issued with K S, or after Y is known"),
@@ -119,7 +119,7 @@ def _registers_used(problem: Problem, schedule: Schedule, arch) -> str | None:
 
 def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
     tile = dv_tile(problem, schedule)
-    return f"head_dim_v / dv_split = {tile} is no multiple of 64" if tile % 64 else None
+    return f"head_dim_v / dv_split = {tile} is not 64 or 128" if tile not in (64, 128) else None
 
 
 def _early_query_fits(problem: Problem, schedule: Schedule, arch) -> str | None:
@@ -130,7 +130,7 @@ def _early_query_fits(problem: Problem, schedule: Schedule, arch) -> str | None:
 
 
 RULES = (
-    Rule("dv_tile_is_whole_groups", _whole_groups),
+    Rule("dv_tile_is_one_or_two_groups", _whole_groups),
     Rule("warp_groups_fit_the_launch", _registers_fit),
     Rule("warp_groups_use_the_launch", _registers_used),
     Rule("early_query_fits_the_state_group", _early_query_fits),
@@ -138,7 +138,8 @@ RULES = (
 
 
 def adapt(problem: Problem, schedule: Schedule) -> Schedule:
-    """One state group leaves registers over: give them to it and to `operands`."""
+    """At most two state groups; one leaves registers over: give them to it and to `operands`."""
+    schedule = schedule.replace(dv_split=max(1, problem.head_dim_v // 128))
     return schedule.replace(registers="40/168/240") if state_groups(problem, schedule) == 1 else schedule
 
 
@@ -159,38 +160,28 @@ def prim_func(problem: Problem, schedule: Schedule):
     dtype, state_dtype = problem.dtype, problem.state_dtype
     v_first = problem.state_v_first
     state_shape = (DV, DK) if v_first else (DK, DV)
+    state_strides = f"{DK}, {DK}, 1" if v_first else f"{DK}, 1, {DV}"  # columns of Sᵀ, then from row to row, column to column
     table = roles(problem, schedule)
     registers = {role.name: role.registers for role in table}
     end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
     consumers, threads, first_load = 128 * GROUPS, end["load"], end["operands"]
     rows = T.GemmWarpPolicy.FullRow
 
+    def state_corner(row):
+        """Where column 0 of a row of Sᵀ is in a state's last two dims."""
+        return (row, 0) if v_first else (0, row)
+
     num_tokens = T.dynamic("num_tokens")
     num_slots = T.dynamic("num_slots")
     num_bounds = T.dynamic("num_bounds")
     num_initial = T.dynamic("num_initial")
     num_final = T.dynamic("num_final")
+    num_sequences = T.dynamic("num_sequences")
+    num_checkpoints = T.dynamic("num_checkpoints")
 
     @T.macro
-    def load_state(state, initial, seq, head, dv0):
-        if v_first:
-            for r, c in T.Parallel(64, DK):
-                state[r, c] = T.cast(initial[seq, head, dv0 + r, c], "float32")
-        else:
-            for r, c in T.Parallel(64, DK):
-                state[r, c] = T.cast(initial[seq, head, c, dv0 + r], "float32")
-
-    @T.macro
-    def save_state(state, final, seq, head, dv0):
-        if v_first:
-            for r, c in T.Parallel(64, DK):
-                final[seq, head, dv0 + r, c] = T.cast(state[r, c], state_dtype)
-        else:
-            for r, c in T.Parallel(64, DK):
-                final[seq, head, c, dv0 + r] = T.cast(state[r, c], state_dtype)
-
-    @T.macro
-    def run_state(w, chunks, length, seq, head, dv0, has_initial, has_final, initial, final,
+    def run_state(w, chunks, length, seq, head, dv0, state_rows, has_initial, has_final, initial, final,
+                  checkpoint_rows, chunks_per_checkpoint, checkpoints,
                   k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
                   kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free):  # fmt: skip
         state = T.alloc_fragment((64, DK), "float32")
@@ -202,8 +193,13 @@ def prim_func(problem: Problem, schedule: Schedule):
         first_gamma = T.alloc_local((2 * GAMMA_AHEAD,), "float32")  # γ of this thread's first tokens
         factors = T.alloc_local((16,), "float32")  # scale · γ of this thread's tokens
         warp_row = w * 64 + ((T.get_thread_binding() // 32) % 4) * 16
-        if has_initial != 0:
-            load_state(state, initial, seq, head, dv0 + w * 64)
+        until_checkpoint = T.alloc_var("int32")  # chunks; never reached if there are none
+        until_checkpoint = T.if_then_else(chunks_per_checkpoint > 0, chunks_per_checkpoint, chunks + 1)
+        if has_initial != 0 and state_rows[seq] >= 0:
+            T.call_extern(
+                "handle", f"qla::load_state<{state_strides}>", state.data,
+                T.access_ptr(initial[state_rows[seq], head, *state_corner(dv0 + w * 64)], "r"),
+            )  # fmt: skip
         else:
             T.clear(state)
         T.call_extern("handle", f"qla::pin<{64 * DK // 128}>", state.data)
@@ -248,9 +244,22 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.copy(state, state_op)  # of the next chunk, while the stores land
             T.fence_proxy_async()
             T.barrier_arrive(o_full[w])
+            until_checkpoint = until_checkpoint - 1
+            if until_checkpoint == 0:
+                if length >= i * C + C:
+                    passed = T.truncdiv(i + 1, chunks_per_checkpoint)
+                    row = checkpoint_rows[seq] + passed - 1
+                    T.call_extern(
+                        "handle", f"qla::save_state<{state_strides}>", state.data,
+                        T.access_ptr(checkpoints[row, head, *state_corner(dv0 + w * 64)], "w"),
+                    )  # fmt: skip
+                until_checkpoint = chunks_per_checkpoint
         T.pdl_sync()  # for sequences without a chunk: whatever ran before has finished with `final`
-        if has_final != 0:
-            save_state(state, final, seq, head, dv0 + w * 64)
+        if has_final != 0 and state_rows[seq] >= 0:
+            T.call_extern(
+                "handle", f"qla::save_state<{state_strides}>", state.data,
+                T.access_ptr(final[state_rows[seq], head, *state_corner(dv0 + w * 64)], "w"),
+            )  # fmt: skip
 
     @T.macro
     def run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, decay, tail,
@@ -342,12 +351,16 @@ def prim_func(problem: Problem, schedule: Schedule):
         a: T.Tensor((num_slots, HV, C, C), dtype),
         log_gates: T.Tensor((num_slots, HV, C), "float32"),
         bounds: T.Tensor((num_bounds,), "int32"),
+        state_rows: T.Tensor((num_sequences,), "int32"),
+        checkpoint_rows: T.Tensor((num_sequences,), "int32"),
         initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
         final: T.Tensor((num_final, HV, *state_shape), state_dtype),
+        checkpoints: T.Tensor((num_checkpoints, HV, *state_shape), state_dtype),
         o: T.Tensor((num_tokens, HV, DV), dtype),
         scale: T.float32,
         has_initial: T.int32,
         has_final: T.int32,
+        chunks_per_checkpoint: T.int32,
     ):
         with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=threads, prelude=FRAGMENTS_CUDA) as block:
             k_s = T.alloc_shared((KQ, C, DK), dtype)
@@ -388,12 +401,14 @@ def prim_func(problem: Problem, schedule: Schedule):
             tx = T.get_thread_binding()
             if tx < end["state0"]:
                 T.set_max_nreg(registers["state0"], 1)
-                run_state(0, chunks, length, seq, head, dv0, has_initial, has_final, initial, final,
+                run_state(0, chunks, length, seq, head, dv0, state_rows, has_initial, has_final, initial, final,
+                          checkpoint_rows, chunks_per_checkpoint, checkpoints,
                           k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
                           kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
             elif GROUPS == 2 and tx < end["state1"]:
                 T.set_max_nreg(registers["state1"], 1)
-                run_state(1, chunks, length, seq, head, dv0, has_initial, has_final, initial, final,
+                run_state(1, chunks, length, seq, head, dv0, state_rows, has_initial, has_final, initial, final,
+                          checkpoint_rows, chunks_per_checkpoint, checkpoints,
                           k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
                           kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
             elif tx < end["operands"]:

@@ -53,11 +53,13 @@ class CpuKernel:
         return case.error()
 
 
-def make_case(problem: Problem, lengths, seed: int, gates: str) -> harness.Case:
+def make_case(problem: Problem, lengths, seed: int, gates: str, chunks_per_checkpoint: int = 0) -> harness.Case:
     """`harness.make_case` with inputs in fp32, so that nothing but the kernel's own fp32 arithmetic is off."""
     exact = problem if problem.dtype is None else replace(problem, dtype="float32")
     with mock.patch.dict(harness.GPU_TOLERANCE, {torch.float32: TOLERANCE}):
-        case = harness.make_case(exact, lengths, seed, "cpu", gates=gates)
+        case = harness.make_case(
+            exact, lengths, seed, "cpu", gates=gates, chunks_per_checkpoint=chunks_per_checkpoint
+        )
     for name, value in case.tensors.items():
         if isinstance(value, torch.Tensor) and value.numel() == 0:  # its strides may be those of a transposed tensor
             case.tensors[name] = torch.empty(value.shape, dtype=value.dtype)

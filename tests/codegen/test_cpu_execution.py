@@ -73,6 +73,26 @@ def test_absent_states_are_neither_read_nor_written(shape):
     assert case.tensors["final"].isnan().all()
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_checkpoints_are_the_states_after_whole_intervals(chunks):
+    forward = kernel("fused_forward_mma", *FORWARDS[0])
+    case = make_case(forward.problem, [200, 0, 64, 300, 5], seed=6, gates="mild", chunks_per_checkpoint=chunks)
+    every = chunks * forward.problem.chunk_size
+    assert len(case.wanted["checkpoints"]) == sum(n // every for n in (200, 0, 64, 300, 5))
+    assert forward.error(case) <= TOLERANCE
+
+
+def test_a_negative_row_is_a_sequence_without_a_state():
+    forward = kernel("fused_forward_mma", *FORWARDS[0])
+    case = make_case(forward.problem, [65, 70], seed=7, gates="mild")
+    assert case.wanted["o"].isfinite().all()
+    case.tensors["state_rows"][0] = -1
+    forward.error(case)
+    assert case.tensors["final"][1].isnan().all()  # where the first sequence's state would have been
+    torch.testing.assert_close(case.tensors["o"][65:].double(), case.wanted["o"][65:], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(case.tensors["o"][:65].double(), case.wanted["o"][:65], rtol=1e-4, atol=1e-4)
+
+
 def test_tokens_of_other_sequences_never_leak():
     """NaN in one sequence stays there, though partial chunks of its neighbours read past their end."""
     forward = kernel("fused_forward_mma", *FORWARDS[0])
@@ -82,7 +102,7 @@ def test_tokens_of_other_sequences_never_leak():
         case.tensors[name][65:135] = float("nan")
     assert forward.error(case) == float("inf")
     out, final = case.tensors["o"], case.tensors["final"]
-    assert out[65:135].isnan().all() and final[1].isnan().all()
+    assert out[65:135].isnan().all() and final[1].isnan().all()  # the middle one is in the middle row
     for kept in (slice(0, 65), slice(135, 138)):
         torch.testing.assert_close(out[kept].double(), case.wanted["o"][kept], rtol=1e-4, atol=1e-4)
     assert final[[0, 2]].isfinite().all()

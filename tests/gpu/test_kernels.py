@@ -17,6 +17,7 @@ CONFIGS = (
     OpConfig(2, 4, 128, 64, state_v_first=True),
     OpConfig(2, 2, 64, 64, state_dtype="bfloat16"),
     OpConfig(2, 8, dtype="float16"),
+    OpConfig(2, 4, 128, 256),
 )
 
 
@@ -63,6 +64,19 @@ def test_two_hundred_runs_are_bitwise_equal(name):
     first = run()
     for _ in range(200):
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+@pytest.mark.parametrize("config", (CONFIGS[0], CONFIGS[2], CONFIGS[3]), ids=str)
+@pytest.mark.parametrize("name", ["fused_forward_sm90", "fused_forward_mma"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_checkpoints_are_the_states_after_whole_intervals(name, config, chunks):
+    problem = config.problem("fused_forward")
+    kernel = load(name, problem)
+    for seed, lengths in enumerate(LENGTHS):
+        case = harness.make_case(problem, lengths, seed, gates="bench", chunks_per_checkpoint=chunks)
+        case.poison()
+        case.launch(kernel)
+        assert case.error() <= case.tolerance, lengths
 
 
 def test_correlated_keys_stay_within_twice_the_random_error():

@@ -13,7 +13,7 @@ from qla_jit.errors import ConfigError, QlaError, UnsupportedError
         ({"num_heads": 3}, "num_value_heads % num_heads == 0", "num_value_heads=8, num_heads=3", "repeat q and k"),
         ({"num_value_heads": 0}, "num_value_heads % num_heads == 0", "num_value_heads=0", "repeat"),
         ({"head_dim_k": 96}, "head_dim_k in (64, 128)", "head_dim_k=96", "pad"),
-        ({"head_dim_v": 256}, "head_dim_v in (64, 128)", "head_dim_v=256", "pad"),
+        ({"head_dim_v": 512}, "head_dim_v in (64, 128, 256)", "head_dim_v=512", "pad"),
         ({"dtype": "float32"}, "dtype in ('bfloat16', 'float16')", "dtype='float32'", "cast q, k and v"),
         ({"state_dtype": "float16"}, "state_dtype in", "state_dtype='float16'", "float32"),
     ],
