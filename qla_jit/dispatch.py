@@ -1,23 +1,19 @@
 """From a validated call on CUDA tensors to the compiled operator that answers it.
 
-Operators are compiled once per (config, device kind) and kept; cumulative lengths are turned into int32 on the device
-once per content.  Nothing here reads the device.
+Operators are compiled once per (config, device kind) and kept.  Nothing here reads the device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 
 import torch
 
+from . import device_indices
 from .arch import detect
 from .config import OpConfig
 from .op import CompiledOp, compile
 from .validate import Call
-
-_MAX_CACHED_BOUNDS = 256
-_bounds: OrderedDict[tuple, torch.Tensor] = OrderedDict()
 
 
 @functools.cache
@@ -51,7 +47,7 @@ def forward_cuda(call: Call, q, k, v, g, beta, initial_state, out) -> tuple[torc
         with torch.cuda.device(call.device):
             return forward_cuda(call, q, k, v, g, beta, initial_state, out)
     op = compiled(config_of(call))
-    bounds = _device_bounds(call)
+    bounds = device_indices.bounds(call, call.cu_seqlens)
     if initial_state is not None and not initial_state.is_contiguous():
         initial_state = initial_state.contiguous()
     o, final = op(
@@ -70,26 +66,3 @@ def _clear_padding(o: torch.Tensor, bounds: torch.Tensor, cu_host: tuple[int, ..
         o[cu_host[-1] :].zero_()
     else:
         o.masked_fill_((torch.arange(o.shape[0], device=o.device) >= bounds[-1])[:, None, None], 0)
-
-
-def _device_bounds(call: Call) -> torch.Tensor:
-    """Cumulative lengths as int32 on the call's device."""
-    given = call.cu_seqlens
-    if given is not None and given.dtype == torch.int32 and given.is_contiguous():
-        return given
-    if call.cu_host is None:
-        return given.to(torch.int32)
-    key = (call.cu_host, call.device)
-    found = _bounds.get(key)
-    if found is not None:
-        _bounds.move_to_end(key)
-        return found
-    if given is not None:
-        made = given.to(torch.int32)
-    else:
-        made = torch.arange(call.batch + 1, dtype=torch.int32, device=call.device) * call.num_tokens
-    if not torch.cuda.is_current_stream_capturing():  # memory of a graph's pool must not outlive the graph
-        _bounds[key] = made
-        if len(_bounds) > _MAX_CACHED_BOUNDS:
-            _bounds.popitem(last=False)
-    return made

@@ -1,0 +1,87 @@
+"""Small int32 tensors that kernels read: cumulative lengths, rows of states, first rows of checkpoints.
+
+What one stream writes, another may read too early, or still read when the memory is freed and written again.  So:
+
+- What depends on a call's content is kept per content, device and stream: only the stream that wrote it reads it.
+- The capture of a CUDA graph makes its own, and keeps nothing: a graph replays on any stream, its memory must not
+  outlive it, and memory that may be evicted here must not be read by it.  Lengths given as int32 need nothing made.
+- `ramp` is complete before anyone sees it, and never freed: every stream and every graph may read it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+from .validate import Call
+
+_MAX_KEPT = 256
+_MIN_RAMP = 4096
+_kept: OrderedDict[tuple, torch.Tensor] = OrderedDict()
+_ramps: dict[torch.device, torch.Tensor] = {}
+_ramp_views: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def bounds(call: Call, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Cumulative lengths ``[N + 1]`` of a call: the caller's tensor where it is int32 already."""
+    if cu_seqlens is None:
+        end, step = call.batch * call.num_tokens + 1, call.num_tokens
+        make = lambda: torch.arange(0, end, step, dtype=torch.int32, device=call.device)
+        return _keep((end, step), call.device, make)
+    if cu_seqlens.dtype == torch.int32:
+        return cu_seqlens
+    if call.cu_host is None:
+        return cu_seqlens.to(torch.int32)
+    return _keep(call.cu_host, call.device, lambda: cu_seqlens.to(torch.int32))
+
+
+def ramp(size: int, device: torch.device) -> torch.Tensor:
+    """0, 1, 2 … ``[size]``: the row of each sequence's state where states lie in the order of the sequences."""
+    found = _ramp_views.get((device, size))
+    if found is not None:
+        return found
+    base = _ramps.get(device)
+    if base is None or base.numel() < size:
+        if _is_capturing(device):
+            return torch.arange(size, dtype=torch.int32, device=device)
+        base = _ramps[device] = _make_ramp(max(_MIN_RAMP, 1 << (size - 1).bit_length()), device)
+    # Views keep the memory of outgrown ramps, which captured graphs may read.
+    found = _ramp_views[device, size] = base[:size]
+    return found
+
+
+def _make_ramp(size: int, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return torch.arange(size, dtype=torch.int32, device=device)
+    # On a stream of its own, so that the host waits for these few microseconds and for nothing that is queued.
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        made = torch.arange(size, dtype=torch.int32, device=device)
+    stream.synchronize()
+    return made
+
+
+def _keep(content: tuple, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """``make()``, once per content, device and stream; anew while a graph is captured."""
+    if _is_capturing(device):
+        return make()
+    key = (content, device, _stream(device))
+    found = _kept.get(key)
+    if found is not None:
+        _kept.move_to_end(key)
+        return found
+    made = _kept[key] = make()
+    if len(_kept) > _MAX_KEPT:
+        _kept.popitem(last=False)
+    return made
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(device: torch.device) -> int:
+    """The handle of torch's current stream; the public way to it makes an object, for ten times as long."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
