@@ -194,8 +194,8 @@ __device__ __forceinline__ void store_block(const unsigned* pairs, Element* tile
 }
 
 // The gates of one chunk, by one warp; lane l brings log_gamma of tokens 2 l and 2 l + 1.
-// gamma <- 2^g, gamma_q <- scale 2^g, tail <- 2^(g_63 - g), log_gamma <- g, and decay <- what scale 2^(g_r - g_c) is made
-// of below the diagonal 16 x 16 blocks, split at the block's first row m so that both factors are at most 1:
+// gamma <- 2^g, gamma_q <- scale 2^g, tail <- 2^(g_63 - g), log_gamma <- g, and decay <- the factors of
+// scale 2^(g_r - g_c) below the diagonal 16 x 16 blocks, split at the block's first row m so that both are at most 1:
 //   [0, 64)       scale 2^(g_r - g_m)
 //   [64, 256)     2^(g_m - g_c) for m = 16, 32, 48 and c < m.
 __device__ __forceinline__ void write_gates(const float* pair, float scale, float* gamma, float* gamma_q, float* tail,
@@ -223,9 +223,10 @@ __device__ __forceinline__ void load_gates(float* pair, const float* log_gamma) 
   pair[1] = loaded.y;
 }
 
-// factors <- scale 2^(g_r - g_c), 0 for c > r, at this thread's 8 places of its warp's diagonal block, and the factors of
-// its two rows in `decay`.
-__device__ __forceinline__ void diagonal_decay(float* factors, const float* log_gamma, const float* decay, float scale) {
+// factors <- scale 2^(g_r - g_c), 0 for c > r, at this thread's 8 places of its warp's diagonal block, and the factors
+// of its two rows in `decay`.
+__device__ __forceinline__ void diagonal_decay(float* factors, const float* log_gamma, const float* decay,
+                                               float scale) {
   int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, row = lane >> 2, column = (lane & 3) * 2;
   const float* g = log_gamma + warp * 16;
   const float upper = g[row], lower = g[row + 8];

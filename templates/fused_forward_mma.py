@@ -198,7 +198,8 @@ def prim_func(problem: Problem, schedule: Schedule):
                 until_checkpoint = until_checkpoint - 1
                 if until_checkpoint == 0:
                     if length >= i * C + C:
-                        save_state(state, checkpoints, checkpoint_rows[seq] + T.truncdiv(i + 1, chunks_per_checkpoint) - 1,
+                        passed = T.truncdiv(i + 1, chunks_per_checkpoint)
+                        save_state(state, checkpoints, checkpoint_rows[seq] + passed - 1,
                                    head, dv0)  # fmt: skip
                     until_checkpoint = chunks_per_checkpoint
             if has_final != 0 and row >= 0:

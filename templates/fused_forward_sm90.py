@@ -8,18 +8,20 @@ Two-step form of MATH.md (6)-(9), with Ã = A' diag(β) from `kkt_inverse` and Y
 The state is kept transposed, Sᵀ [d_v, d_k] in fp32 accumulators, 64 rows of d_v per state group, so that an
 accumulator is, after rounding, the register operand of the next product.
 
-| role      | warps  | per chunk, in order                           | waits for            | signals              |
-| --------- | ------ | --------------------------------------------- | -------------------- | -------------------- |
-| load      | 1      | TMA K, Q; Ã; V                                | kq/a/v_free          | kq/a/v_full          |
-| gates     | 1      | g → γ, scale·γ, γ_C/γ, scale·Γ in parts       | kq_free              | kq_full              |
-| store × n | 1 each | O tile to memory (TMA; masked rows at a tail) | o_full               | o_free               |
-| operands  | 4      | Q Kᵀ → P; P Ã ∘Γ → B; Ãᵀ K γ_C/γ → X          | kq/a_full, xb_free   | xb_full, kq/a_free   |
-| state × n | 4 each | K S, Q S → Y → Xᵀ Y → γ Q S + B Y → O tile    | kq/v/xb_full, o_free | kq/v/xb_free, o_full |
+| role      | warps  | per chunk, in order                            | waits for            | signals              |
+| --------- | ------ | ---------------------------------------------- | -------------------- | -------------------- |
+| load      | 1      | TMA K, Q; Ã without its zero quarter; V        | kq/a/v_free          | kq/a/v_full          |
+| gates     | 1      | log γ → γ, scale·γ, γ_C/γ, scale·Γ in factors  | kq_free              | kq_full              |
+| store × n | 1 each | O tile to memory (TMA; masked rows at a tail)  | o_full               | o_free               |
+| operands  | 4      | Q Kᵀ → P; P Ã ∘Γ → B; Ãᵀ K γ_C/γ → X           | kq/a_full, xb_free   | xb_full, kq/a_free   |
+| state × n | 4 each | K S, Q S → Y → Xᵀ Y → γ Q S + B Y → O tile; S  | kq/v/xb_full, o_free | kq/v/xb_free, o_full |
+|           |        | rounded for the next chunk; checkpoints        |                      |                      |
 
-Stages: K, Q and gates `stages_kq`; Ã, V, X and B two each (`stages_xb` for X, B); O one per state group (n of them).
+Stages: K, Q and gates `stages_kq`; Ã, V two each; X and B `stages_xb`; O one per state group (n of them).
 Registers per role come from the schedule.  TileLang's own barrier insertion is off: all exchange between threads goes
-through one of the mbarriers above, or (in `operands`, at a partial chunk) named barrier 2, and accumulators stay in
-their threads.
+through one of the mbarriers above, or (in `operands`, at the start and at a partial chunk) named barrier 2, and
+accumulators stay in their threads.  The kernel may start before `kkt_inverse` has ended (programmatic dependent
+launch): K, Q, V and states are read at once, Ã and gates after `pdl_sync`, and nothing is written before it.
 
 Rules that ptxas imposes (it serialises every product of the kernel otherwise): no product in flight at the end of the
 loop body, none issued under a condition, and no more accumulators and operands between two full waits than registers.
@@ -37,14 +39,13 @@ STAGES_V = 2
 GAMMA_AHEAD = 1  # pairs of γ that a state group loads before K S is known; more spill
 
 #: load/operands/state registers per thread.  Two state groups share 512 per lane of the register file, one state group
-#: has the launch's 504; below about 96 the operands group spills, below 184 a state group does.
-REGISTERS = ("24/104/192", "24/120/184", "40/104/184", "40/168/240", "40/216/240")
+#: has the launch's 504; below 104 the operands group spills, below 192 K S and Q S do not fit beside the state.
+REGISTERS = ("24/104/192", "40/168/240", "40/216/240")
 
 PARAMETERS = (
     Parameter("dv_split", (1, 2, 4), 1, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
     Parameter("stages_kq", (2, 3), 3, "K, Q and gate stages; three let `operands` run a chunk ahead"),
     Parameter("stages_xb", (1, 2), 2, "X and B stages between `operands` and `state`"),
-    Parameter("query_product", ("early", "late"), "early", "Q S issued with K S, or after Y is known"),
     Parameter("registers", REGISTERS, "24/104/192", "registers per thread of load, operands and each state group"),
 )
 
@@ -122,18 +123,10 @@ def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
     return f"head_dim_v / dv_split = {tile} is not 64 or 128" if tile not in (64, 128) else None
 
 
-def _early_query_fits(problem: Problem, schedule: Schedule, arch) -> str | None:
-    state = roles(problem, schedule)[0].registers
-    if schedule["query_product"] == "early" and problem.head_dim_k == 128 and state < 192:
-        return f"K S and Q S in flight beside 128 columns of state need 192 registers, the state groups have {state}"
-    return None
-
-
 RULES = (
     Rule("dv_tile_is_one_or_two_groups", _whole_groups),
     Rule("warp_groups_fit_the_launch", _registers_fit),
     Rule("warp_groups_use_the_launch", _registers_used),
-    Rule("early_query_fits_the_state_group", _early_query_fits),
 )
 
 
@@ -156,11 +149,11 @@ def prim_func(problem: Problem, schedule: Schedule):
     H, HV, GROUP = problem.num_heads, problem.num_value_heads, problem.group_size
     DVT, GROUPS, SPLIT = dv_tile(problem, schedule), state_groups(problem, schedule), schedule["dv_split"]
     KQ, XB, NA, NV = schedule["stages_kq"], schedule["stages_xb"], STAGES_A, STAGES_V
-    late_query = schedule["query_product"] == "late"
     dtype, state_dtype = problem.dtype, problem.state_dtype
     v_first = problem.state_v_first
     state_shape = (DV, DK) if v_first else (DK, DV)
-    state_strides = f"{DK}, {DK}, 1" if v_first else f"{DK}, 1, {DV}"  # columns of Sᵀ, then from row to row, column to column
+    # Columns of Sᵀ, then in memory from row to row and from column to column.
+    state_strides = f"{DK}, {DK}, 1" if v_first else f"{DK}, 1, {DV}"
     table = roles(problem, schedule)
     registers = {role.name: role.registers for role in table}
     end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
@@ -209,9 +202,8 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.barrier_wait(kq_full[kq], (i // KQ) % 2)
             T.call_extern("handle", "qla::forget", y.data)
             T.wgmma_gemm(state_op, k_s[kq, :, :], y, transpose_B=True, clear_accum=True, policy=rows)  # (K S)ᵀ
-            if not late_query:
-                T.call_extern("handle", "qla::forget", out.data)
-                T.wgmma_gemm(state_op, q_s[kq, :, :], out, transpose_B=True, clear_accum=True, policy=rows)  # (Q S)ᵀ
+            T.call_extern("handle", "qla::forget", out.data)
+            T.wgmma_gemm(state_op, q_s[kq, :, :], out, transpose_B=True, clear_accum=True, policy=rows)  # (Q S)ᵀ
             for r, c in T.Parallel(64, DK):
                 state[r, c] *= gamma[kq, C - 1]
             T.barrier_wait(v_full[va], (i // NV) % 2)
@@ -219,16 +211,13 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.call_extern(
                 "handle", f"qla::load_factors<{GAMMA_AHEAD}>", first_gamma.data, T.access_ptr(gamma[kq, 0], "r")
             )
-            T.wait_wgmma(0 if late_query else 1)
+            T.wait_wgmma(1)
             T.call_extern(
                 "handle", f"qla::subtract_from_values<{GAMMA_AHEAD}>", y.data, values.data, first_gamma.data,
                 T.access_ptr(gamma[kq, 0], "r"), length - i * C, y_op.data,
             )  # fmt: skip
             T.call_extern("handle", "qla::load_factors<8>", factors.data, T.access_ptr(gamma_q[kq, 0], "r"))
             T.barrier_wait(xb_full[xb], (i // XB) % 2)
-            if late_query:
-                T.call_extern("handle", "qla::forget", out.data)
-                T.wgmma_gemm(state_op, q_s[kq, :, :], out, transpose_B=True, clear_accum=True, policy=rows)
             T.wgmma_gemm(y_op, x_s[xb, :, :], state, clear_accum=False, policy=rows)  # += Yᵀ X
             T.wait_wgmma(1)
             T.call_extern("handle", "qla::scale_columns", out.data, factors.data)

@@ -93,8 +93,8 @@ __device__ __forceinline__ void round_negated(unsigned* fragment, const float* a
   for (int i = 0; i < 4; ++i) fragment[i] = half_pair(-acc[i * 2], -acc[i * 2 + 1]);
 }
 
-// tile <- rows and columns before `valid` of K Kt, from the m64n64 accumulators of a warp group: lower 16 x 16 blocks in
-// fp16, then the 8 x 8 diagonal blocks in fp32.
+// tile <- rows and columns before `valid` of K Kt, from the m64n64 accumulators of a warp group: lower 16 x 16 blocks
+// in fp16, then the 8 x 8 diagonal blocks in fp32.
 __device__ __forceinline__ void store_products(float* kk, void* tile, int valid) {
   half* products = reinterpret_cast<half*>(tile);
   float* diagonal = reinterpret_cast<float*>(products + 64 * kPitch);
@@ -104,8 +104,8 @@ __device__ __forceinline__ void store_products(float* kk, void* tile, int valid)
     for (int i = 0; i < 32; ++i)
       if (warp * 16 + row + (i & 2) * 4 >= valid) kk[i] = 0.f;
   }
-  const int matrix = lane >> 3;
-  unsigned address = shared_address(products + (warp * 16 + (matrix & 1) * 8 + (lane & 7)) * kPitch + (matrix >> 1) * 8);
+  const int matrix = lane >> 3, matrix_row = warp * 16 + (matrix & 1) * 8 + (lane & 7);
+  unsigned address = shared_address(products + matrix_row * kPitch + (matrix >> 1) * 8);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float* block = kk + j * 8;
@@ -210,7 +210,8 @@ struct Carried {
   unsigned diag[2][4], r32[4];      // blocks (2, 2), (3, 3) and (3, 2)
 };
 
-// strip <- rows 0 .. 31, columns 0 .. 31, of (I + tril(diag(beta) K Kt, -1))^-1 diag(beta) of one value head, by one warp.
+// strip <- rows 0 .. 31, columns 0 .. 31, of (I + tril(diag(beta) K Kt, -1))^-1 diag(beta) of one value head, by one
+// warp.
 // tile: see store_products.  beta: [64], 0 for absent tokens.
 template <typename Element>
 __device__ __forceinline__ void invert_upper(const void* tile, const float* beta, Element* strip, unsigned* carried) {

@@ -85,7 +85,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                 for r in T.Parallel(C):
                     beta_s[r] = T.if_then_else(token0 + r <= last, beta[T.min(token0 + r, last), head], 0.0)
                     gates_s[r] = T.if_then_else(token0 + r <= last, g[T.min(token0 + r, last), head] * LOG2_E, 0.0)
-                for first in T.Parallel(1):
+                for _first in T.Parallel(1):
                     for r in T.serial(1, C):
                         gates_s[r] += gates_s[r - 1]
                 for r in T.Parallel(C):

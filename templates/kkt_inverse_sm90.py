@@ -15,6 +15,7 @@ right quarter of Ã, zero by definition, is not written: device memory limits th
 |          |            | TMA store of 32 rows at a time                                              |
 """
 
+from qla_jit.arch import get_arch
 from qla_jit.config import Problem
 from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
@@ -25,7 +26,7 @@ NAME = "kkt_inverse_sm90"
 WARPS = 4
 
 PARAMETERS = (
-    Parameter("value_heads_per_cta", (1, 2, 3, 4, 6, 8, 12), 4, "consecutive value heads of a CTA, four at a time"),
+    Parameter("value_heads_per_cta", (1, 2, 3, 4, 6, 8), 4, "consecutive value heads of a CTA, four at a time"),
     Parameter("min_ctas_per_sm", (1, 4, 5, 6), 6, "occupancy the compiler must leave room for"),
 )
 
@@ -90,11 +91,14 @@ RULES = (Rule("value_heads_are_whole_groups", _heads_divide), Rule("occupancy_fi
 
 
 def adapt(problem: Problem, schedule: Schedule) -> Schedule:
-    """The most value heads per CTA, up to four, that fit the heads; one for the tallest K tiles."""
-    fitting = [
-        h for h in PARAMETERS[0].choices if h <= WARPS and not _heads_divide(problem, Schedule.of(NAME, {"value_heads_per_cta": h}), None)
-    ]
-    return schedule.replace(value_heads_per_cta=max(fitting))
+    """The most value heads per CTA, up to one per warp, of one key head if it has as many; then the most CTAs."""
+    arch, fitting = get_arch(problem.arch), []
+    for heads in PARAMETERS[0].choices:
+        for ctas in PARAMETERS[1].choices:
+            s = schedule.replace(value_heads_per_cta=heads, min_ctas_per_sm=ctas)
+            if heads <= WARPS and not (_heads_divide(problem, s, arch) or _occupancy_fits(problem, s, arch)):
+                fitting.append(s)
+    return max(fitting, key=lambda s: (s["value_heads_per_cta"], s["min_ctas_per_sm"]))
 
 
 def unsupported(problem: Problem) -> str | None:
