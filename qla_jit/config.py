@@ -12,17 +12,24 @@ from .errors import ConfigError
 
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16")
+GATE_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = {"head_dim_k": (64, 128), "head_dim_v": (64, 128, 256)}
 CHUNK_SIZES = (32, 64)
+DEFAULT_CHUNK_SIZE = 64
 
 #: Fields of `OpConfig` that each kernel is specialised on; the others are None in its `Problem`, so rows are shared.
 KERNEL_FIELDS = {
+    "input_activation": ("dtype", "head_dim_k", "num_heads", "num_value_heads", "gate_dtype", "beta_dtype"),
     "kkt_inverse": ("dtype", "head_dim_k", "num_heads", "num_value_heads"),
     "fused_forward": (
         "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
     ),
-}
+}  # fmt: skip
 KERNELS = tuple(KERNEL_FIELDS)
+#: What every operator runs; `input_activation` only where `OpConfig.activation` asks for it.
+FORWARD_KERNELS = ("kkt_inverse", "fused_forward")
+#: Kernels that know nothing of chunks: their problems have the default chunk size.
+UNCHUNKED_KERNELS = ("input_activation",)
 
 
 def _require(condition: bool, invariant: str, got: str, remedy: str) -> None:
@@ -34,9 +41,12 @@ def _require(condition: bool, invariant: str, got: str, remedy: str) -> None:
 class OpConfig:
     """The operator asked for: Gated DeltaNet on ``[B, T, H, K]`` queries and keys, ``[B, T, HV, V]`` values.
 
-    num_heads: query/key heads H.  num_value_heads: value heads HV, a multiple of H.  head_dim_k: 64 or 128; head_dim_v: also 256.
+    num_heads: query/key heads H.  num_value_heads: value heads HV, a multiple of H.  head_dim_k: 64 or 128;
+    head_dim_v: also 256.
     dtype: of q, k, v, o.  state_dtype: of the states in memory (always accumulated in fp32).
     state_v_first: states are ``[N, HV, V, K]`` instead of ``[N, HV, K, V]``.  arch: ``sm90`` …
+    activation: g and beta come in gate_dtype and beta_dtype, or a call may ask for q and k to be normalised, for
+    sigmoid(beta) or for g from its logits; one more kernel does it.  Without it g and beta are fp32, as they are meant.
 
     Raises ConfigError when a field is outside what any template offers.
     """
@@ -49,6 +59,9 @@ class OpConfig:
     state_dtype: str = "float32"
     state_v_first: bool = False
     arch: str = "sm90"
+    activation: bool = False
+    gate_dtype: str = "float32"
+    beta_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", get_arch(self.arch).name)
@@ -69,16 +82,29 @@ class OpConfig:
             f"state_dtype={self.state_dtype!r}",
             "keep the state in float32.",
         )
+        for name in ("gate_dtype", "beta_dtype"):
+            value = getattr(self, name)
+            _require(value in GATE_DTYPES, f"{name} in {GATE_DTYPES}", f"{name}={value!r}", "cast g and beta.")
 
     @property
     def group_size(self) -> int:
         """Value heads per query/key head."""
         return self.num_value_heads // self.num_heads
 
-    def problem(self, kernel: str, chunk_size: int = 64) -> Problem:
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The kernels of this operator in the order of their launches."""
+        return ("input_activation", *FORWARD_KERNELS) if self.activation else FORWARD_KERNELS
+
+    def problem(self, kernel: str, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Problem:
         """The key of one kernel of this operator."""
+        if kernel in UNCHUNKED_KERNELS:
+            chunk_size = DEFAULT_CHUNK_SIZE
         chosen = {name: getattr(self, name) for name in KERNEL_FIELDS[kernel]}
         return Problem(kernel=kernel, arch=self.arch, chunk_size=chunk_size, **chosen)
+
+
+_LATER_FIELDS = ("gate_dtype", "beta_dtype")
 
 
 @dataclass(frozen=True)
@@ -87,7 +113,7 @@ class Problem:
 
     kernel: str
     arch: str
-    chunk_size: int = 64
+    chunk_size: int = DEFAULT_CHUNK_SIZE
     dtype: str | None = None
     head_dim_k: int | None = None
     head_dim_v: int | None = None
@@ -95,6 +121,8 @@ class Problem:
     num_value_heads: int | None = None
     state_dtype: str | None = None
     state_v_first: bool | None = None
+    gate_dtype: str | None = None
+    beta_dtype: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.kernel in KERNEL_FIELDS, f"kernel in {KERNELS}", f"kernel={self.kernel!r}", "name one of them.")
@@ -111,8 +139,11 @@ class Problem:
         return self.num_value_heads // self.num_heads
 
     def as_dict(self) -> dict:
-        """Plain values, for canonical JSON; None for what the kernel does not depend on."""
-        return asdict(self)
+        """Plain values, for canonical JSON; None for what the kernel does not depend on.
+
+        Fields that came after the first kernels are left out where they are None, so that older digests stay.
+        """
+        return {name: x for name, x in asdict(self).items() if x is not None or name not in _LATER_FIELDS}
 
     @classmethod
     def from_dict(cls, values: dict) -> Problem:

@@ -17,9 +17,15 @@ from .config import Problem
 from .errors import ConfigError
 from .numerics import GPU_TOLERANCE, make_inputs, relative_error
 from .ragged import chunk_slots
-from .reference import fused_forward_reference, gate_scan_reference, kkt_inverse_reference
+from .reference import (
+    fused_forward_reference,
+    gate_scan_reference,
+    input_activation_reference,
+    kkt_inverse_reference,
+)
 
-SCAN_TOLERANCE = 1e-5  # of log_gates: fp32 sums of 64 numbers
+#: Of outputs in fp32, whatever the dtype of the others: sums of 64 numbers, and a few functions of one number.
+FP32_TOLERANCE = {"log_gates": 1e-5, "g_out": 2e-6, "beta_out": 2e-6}
 
 
 @dataclass
@@ -66,8 +72,8 @@ class Case:
         self.reference, self._wanted = (lambda: other.wanted), None
 
     def error(self) -> float:
-        """Largest relative error over the outputs, that of log_gates in units in which its bound is `tolerance`; inf
-        if any is not finite."""
+        """Largest relative error over the outputs, that of fp32 outputs in units in which their bound is `tolerance`;
+        inf if any is not finite."""
         worst = 0.0
         for name, want in self.wanted.items():
             got = self.tensors[name]
@@ -76,7 +82,7 @@ class Case:
             if name == "a":
                 got = launch.without_upper_quarter(got)
             error = relative_error(got, want)
-            worst = max(worst, error * self.tolerance / SCAN_TOLERANCE if name == "log_gates" else error)
+            worst = max(worst, error * self.tolerance / FP32_TOLERANCE.get(name, self.tolerance))
         return worst
 
 
@@ -113,6 +119,30 @@ def make_case(
     owned = torch.tensor(slots, dtype=torch.int64, device=device)
     more = {"chunks_per_checkpoint": chunks_per_checkpoint} if problem.kernel == "fused_forward" else {}
     return make(problem, inputs, owned, **more)
+
+
+def _input_activation_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
+    """Everything at once: keys of very different lengths, logits on both sides of where softplus becomes linear."""
+    tokens, heads = inputs.g.shape[1:]
+    device = inputs.g.device
+    lengths = torch.logspace(-3, 2, tokens, device=device)[:, None, None]
+    q, k = ((x[0] * lengths).to(x.dtype) for x in (inputs.q, inputs.k))
+    g = inputs.g[0].to(launch.torch_dtype(problem.gate_dtype))
+    beta = torch.logit(inputs.beta[0]).to(launch.torch_dtype(problem.beta_dtype))
+    a_log, dt_bias = torch.linspace(-4, 3, heads, device=device), torch.linspace(-8, 24, heads, device=device)
+
+    def reference():
+        wanted = input_activation_reference(q, k, g, beta, True, a_log, dt_bias, 2.0)
+        return dict(zip(launch.OUTPUTS["input_activation"], wanted))
+
+    tensors = {
+        "q": q, "k": k, "g": g, "beta": beta, "a_log": a_log, "dt_bias": dt_bias,
+        "a_log_half": a_log.to(q.dtype), "dt_bias_half": dt_bias.to(q.dtype),
+        "q_out": torch.empty_like(q), "k_out": torch.empty_like(k),
+        "g_out": torch.empty_like(inputs.g[0]), "beta_out": torch.empty_like(inputs.beta[0]),
+        "qk_mode": 1, "g_mode": 2, "beta_mode": 3, "a_log_mode": 1, "dt_bias_mode": 1,
+    }  # fmt: skip
+    return Case(problem, tensors, reference, owned, GPU_TOLERANCE[k.dtype])
 
 
 def _kkt_inverse_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
@@ -188,6 +218,7 @@ def _state_after(run: Callable, inputs, sequence: int, tokens: int) -> torch.Ten
 
 
 _MAKERS = {
+    "input_activation": _input_activation_case,
     "kkt_inverse": _kkt_inverse_case,
     "fused_forward": _fused_forward_case,
 }

@@ -4,6 +4,8 @@ Every template of a kernel takes these arguments in this order; tokens of all se
 
 | kernel          | inputs                                              | outputs                                    |
 | --------------- | --------------------------------------------------- | ------------------------------------------ |
+| `input_…`       | q, k [T, H, K], g, beta [T, HV], a_log, dt_bias,    | q_out, k_out [T, H, K]                     |
+| `…activation`   | a_log_half, dt_bias_half [HV]                       | g_out, beta_out [T, HV]                    |
 | `kkt_inverse`   | k [T, H, K], beta, g [T, HV], bounds [N + 1]        | a [slots, HV, C, C]                        |
 |                 |                                                     | log_gates [slots, HV, C]                   |
 | `fused_forward` | q, k [T, H, K], v [T, HV, V], a, log_gates, bounds, | final [·, HV, K, V], o [T, HV, V]          |
@@ -12,6 +14,11 @@ Every template of a kernel takes these arguments in this order; tokens of all se
 a is lower triangular; its upper right quarter (r < C/2 ≤ c) is never read and may hold anything.
 bounds: cumulative lengths, int32.  g, beta, log_gates: fp32.  `fused_forward` ends with scale (float) and the flags
 has_initial, has_final; where a flag is 0 its state tensor is not touched and may have any number of sequences.
+
+`input_activation` ends with five ints; tensors that they do not ask for are not touched.  qk_mode: 1 L2-normalises q
+and k.  g_mode: 1 casts g to fp32, 2 makes it −exp(A_log) softplus(g + dt_bias).  beta_mode: 1 casts beta to fp32,
+2 takes its sigmoid, 3 twice that.  a_log_mode, dt_bias_mode: 1 reads the fp32 tensor, 2 the one in q's dtype; for
+dt_bias, 0 adds nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +29,21 @@ from .config import Problem
 from .ragged import num_slots
 
 ARGUMENTS = {
+    "input_activation": (
+        "q", "k", "g", "beta", "a_log", "dt_bias", "a_log_half", "dt_bias_half", "q_out", "k_out", "g_out", "beta_out",
+        "qk_mode", "g_mode", "beta_mode", "a_log_mode", "dt_bias_mode",
+    ),
     "kkt_inverse": ("k", "beta", "g", "bounds", "a", "log_gates"),
     "fused_forward": (
-        "q", "k", "v", "a", "log_gates", "bounds", "state_rows", "checkpoint_rows", "initial", "final", "checkpoints", "o",
-        "scale", "has_initial", "has_final", "chunks_per_checkpoint",
+        "q", "k", "v", "a", "log_gates", "bounds", "state_rows", "checkpoint_rows", "initial", "final", "checkpoints",
+        "o", "scale", "has_initial", "has_final", "chunks_per_checkpoint",
     ),
+}  # fmt: skip
+OUTPUTS = {
+    "input_activation": ("q_out", "k_out", "g_out", "beta_out"),
+    "kkt_inverse": ("a", "log_gates"),
+    "fused_forward": ("o", "final"),
 }
-OUTPUTS = {"kkt_inverse": ("a", "log_gates"), "fused_forward": ("o", "final")}
 
 
 def without_upper_quarter(a: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from . import build, env, launch, plan, runtime
 from .artifacts import Artifact, ArtifactStore
-from .config import CHUNK_SIZES, KERNELS, OpConfig
+from .config import CHUNK_SIZES, FORWARD_KERNELS, OpConfig
 from .db import Database, Match, open_db
 from .errors import KernelMissingError, UnsupportedError
 from .schedule import Schedule
@@ -179,7 +179,7 @@ def select_kernels(
     db = open_db() if db is None else db
     chunk_size = _chunk_size(config, db)
     kernels, options = {}, ()
-    for name in KERNELS:
+    for name in config.kernels:
         problem = config.problem(name, chunk_size)
         if schedules and name in schedules:
             kernels[name] = KernelSpec(problem, schedules[name]), None
@@ -234,7 +234,7 @@ def _chunk_size(config: OpConfig, db: Database) -> int:
     totals = {}
     for chunk_size in reversed(CHUNK_SIZES):
         try:
-            matches = [db.lookup(config.problem(name, chunk_size)) for name in KERNELS]
+            matches = [db.lookup(config.problem(name, chunk_size)) for name in FORWARD_KERNELS]
         except UnsupportedError:
             continue
         rows = [m.row for m in matches]

@@ -77,6 +77,32 @@ def chunk_reference(
     return _run(step, chunk_size, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
 
 
+def input_activation_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    normalize: bool = False,
+    a_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    beta_scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(q, k, g, beta) as the operator takes them, float64, of any leading dims.
+
+    normalize: ``x / sqrt(Σ x² + 1e-6)`` for q and k.  a_log, dt_bias: ``[HV]``; g becomes
+    ``−exp(A_log) ln(1 + exp(g + dt_bias))``.  beta_scale: ``beta_scale · sigmoid(beta)``.  What is None or False is left as it is.
+    """
+    q, k, g, beta = (x.double() for x in (q, k, g, beta))
+    if normalize:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    if a_log is not None:
+        shifted = g if dt_bias is None else g + dt_bias.double()
+        g = -a_log.double().exp() * torch.logaddexp(shifted, torch.zeros_like(shifted))
+    if beta_scale is not None:
+        beta = beta_scale / (1.0 + (-beta).exp())
+    return q, k, g, beta
+
+
 #: What the fused forward kernel computes, given the outputs of the two kernels below.
 fused_forward_reference = chunk_reference
 

@@ -13,6 +13,7 @@ from .template import Template
 
 #: Modules of qla_jit.templates, first choice first where several answer the same problem.
 TEMPLATE_MODULES = (
+    "input_activation",
     "kkt_inverse_sm90",
     "kkt_inverse_mma",
     "fused_forward_sm90",

@@ -143,6 +143,9 @@ def command(problem: Problem, *others: Problem) -> str:
         parts += ["--state-dtype", problem.state_dtype]
     if problem.state_v_first:
         parts.append("--state-v-first")
+    for option, gate_dtype in (("--gate-dtype", problem.gate_dtype), ("--beta-dtype", problem.beta_dtype)):
+        if gate_dtype not in (None, "float32"):
+            parts += [option, gate_dtype]
     if problem.chunk_size != 64:
         parts += ["--chunk-size", str(problem.chunk_size)]
     return " ".join(parts)

@@ -27,9 +27,11 @@ from .options import (
     DEFAULT_HEADS,
     Arch,
     AsJson,
+    BetaDtype,
     ChunkSize,
     DbPath,
     Dtype,
+    GateDtype,
     HeadDim,
     Heads,
     Kernels,
@@ -60,6 +62,8 @@ def run(
     dtype: Dtype = "bfloat16",
     state_dtype: StateDtype = "float32",
     state_v_first: StateVFirst = False,
+    gate_dtype: GateDtype = "float32",
+    beta_dtype: BetaDtype = "float32",
     chunk_size: ChunkSize = "",
     max_trials: Annotated[int | None, typer.Option(min=1, help="Most trials per kernel and workload.")] = None,
     db: DbPath = None,
@@ -73,7 +77,9 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Tune: enumerate, compile, verify, measure, store.  Ctrl-C stops; resume, or the same command, goes on."""
-    problems = problems_of(arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size)
+    problems = problems_of(
+        arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size, gate_dtype, beta_dtype
+    )
     workloads = tuple(workload.split(",")) if workload else DEFAULT_WORKLOADS
     for text in workloads:
         lengths_of(text)

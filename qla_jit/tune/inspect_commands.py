@@ -17,9 +17,11 @@ from .options import (
     DEFAULT_HEADS,
     Arch,
     AsJson,
+    BetaDtype,
     ChunkSize,
     DbPath,
     Dtype,
+    GateDtype,
     HeadDim,
     Heads,
     Kernels,
@@ -37,13 +39,17 @@ def show(
     dtype: Dtype = "bfloat16",
     state_dtype: StateDtype = "float32",
     state_v_first: StateVFirst = False,
+    gate_dtype: GateDtype = "float32",
+    beta_dtype: BetaDtype = "float32",
     chunk_size: ChunkSize = "64",
     workload: Annotated[str, typer.Option(help="Prefer rows measured on this workload.")] = "",
     db: DbPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the schedule that compile() would use, and where it came from."""
-    problems = problems_of(arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size)
+    problems = problems_of(
+        arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size, gate_dtype, beta_dtype
+    )
     with open_db(db) as database:
         matches = [database.lookup(problem, workload or None) for problem in problems]
         if as_json:

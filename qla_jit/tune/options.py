@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..config import KERNELS, OpConfig
+from ..config import FORWARD_KERNELS, KERNELS, OpConfig
 from ..errors import ConfigError
 from .space import plan_problems
 
@@ -17,9 +17,16 @@ DEFAULT_HEADS = "2:8,4:16,8:32,16:64,16:48,16:32,16:16,32:32"
 Arch = Annotated[str, typer.Option(help="Architecture to tune for: sm90, sm100, sm103, sm120, sm121.")]
 Heads = Annotated[str, typer.Option(help="H:HV query/key and value heads, several separated by commas.")]
 HeadDim = Annotated[str, typer.Option(help="Head dimension, or K:V where they differ.")]
-Kernels = Annotated[str, typer.Option(help=f"Kernels separated by commas, of {', '.join(KERNELS)}; all by default.")]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        help=f"Kernels separated by commas, of {', '.join(KERNELS)}; by default {', '.join(FORWARD_KERNELS)}."
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
 StateDtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+GateDtype = Annotated[str, typer.Option(help="Of g, for input_activation: float32, bfloat16 or float16.")]
+BetaDtype = Annotated[str, typer.Option(help="Of beta, for input_activation: float32, bfloat16 or float16.")]
 StateVFirst = Annotated[bool, typer.Option("--state-v-first", help="States are [N, HV, V, K].")]
 ChunkSize = Annotated[str, typer.Option(help="Chunk sizes separated by commas; by default what the templates offer.")]
 DbPath = Annotated[Path | None, typer.Option("--db", help="Tuning database; QLA_DB or your data folder by default.")]
@@ -33,20 +40,25 @@ def _pair(text: str, option: str) -> tuple[int, int]:
     raise ConfigError(f"`{option}` must be N or N:M, but got {text!r}; write for example 16:64.")
 
 
-def _names(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip()) or allowed
+def _names(text: str, allowed: tuple[str, ...], default: tuple[str, ...], option: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip()) or default
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise ConfigError(f"`{option}` must be of {', '.join(allowed)}, but got {', '.join(unknown)}; remove those.")
     return names
 
 
-def problems_of(arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size):
+def problems_of(
+    arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size, gate_dtype="float32",
+    beta_dtype="float32",
+):  # fmt: skip
     """The problems that the options of ``run`` and ``show`` name; ConfigError for what cannot be read."""
     dim_k, dim_v = _pair(head_dim, "--head-dim")
     configs = [
-        OpConfig(*_pair(h, "--heads"), dim_k, dim_v, dtype, state_dtype, state_v_first, arch)
+        OpConfig(
+            *_pair(h, "--heads"), dim_k, dim_v, dtype, state_dtype, state_v_first, arch, False, gate_dtype, beta_dtype
+        )
         for h in heads.split(",")
     ]
     chunk_sizes = [_pair(c, "--chunk-size")[0] for c in chunk_size.split(",")] if chunk_size else None
-    return plan_problems(configs, _names(kernels, KERNELS, "--kernels"), chunk_sizes)
+    return plan_problems(configs, _names(kernels, KERNELS, FORWARD_KERNELS, "--kernels"), chunk_sizes)

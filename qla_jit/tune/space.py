@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 
 from .. import registry
 from ..arch import get_arch
-from ..config import CHUNK_SIZES, KERNELS, OpConfig, Problem
+from ..config import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, KERNELS, OpConfig, Problem
 from ..resources import is_feasible
 from ..schedule import Schedule
-
-DEFAULT_CHUNK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,14 @@ def _chunk_sizes(config: OpConfig) -> list[int]:
     """64, and 32 where it is more than a fallback: every kernel has a template made for this arch that offers it."""
 
     def made_for(chunk_size: int) -> bool:
-        found = [registry.candidates(config.problem(kernel, chunk_size)) for kernel in KERNELS]
+        found = [registry.candidates(config.problem(kernel, chunk_size)) for kernel in FORWARD_KERNELS]
         return all(any(config.arch in t.preferred for t in templates) for templates in found)
 
     return [c for c in sorted(CHUNK_SIZES, reverse=True) if c == DEFAULT_CHUNK_SIZE or made_for(c)]
 
 
 def plan_problems(
-    configs: Iterable[OpConfig], kernels: Iterable[str] = KERNELS, chunk_sizes: Iterable[int] | None = None
+    configs: Iterable[OpConfig], kernels: Iterable[str] = FORWARD_KERNELS, chunk_sizes: Iterable[int] | None = None
 ) -> list[Problem]:
     """The distinct problems of some operators in the order to tune them: heaviest kernel and default chunk first.
 

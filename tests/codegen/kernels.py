@@ -28,6 +28,9 @@ class Kernel:
         c = self.config
         parts = [self.template, c.arch, f"{c.head_dim_k}x{c.head_dim_v}", *(f"{k}={v}" for k, v in self.changes)]
         parts += [f"chunk{self.chunk_size}"] * (self.chunk_size != 64)
+        parts += [f"g={c.gate_dtype}"] * (c.gate_dtype != "float32") + [f"beta={c.beta_dtype}"] * (
+            c.beta_dtype != "float32"
+        )
         parts += [f"{c.dtype}+{c.state_dtype}"] * ((c.dtype, c.state_dtype) != ("bfloat16", "float32"))
         return "-".join(parts + ["v_first"] * c.state_v_first)
 
@@ -47,5 +50,9 @@ VARIANTS = (
     Kernel(FORWARD, config("sm90"), changes=(("query_product", "late"),)),
     Kernel("fused_forward_mma", config("sm120", 64, 64), chunk_size=32),
     Kernel("kkt_inverse_mma", config("sm120", 64), chunk_size=32),
+    *(
+        Kernel("input_activation", config("sm90", 64, gate_dtype=g, beta_dtype=beta, dtype=dtype))
+        for dtype, g, beta in (("bfloat16", "bfloat16", "float32"), ("float16", "float32", "float16"))
+    ),
 )
 ALL = tuple(dict.fromkeys(HOPPER + DEFAULTS + VARIANTS))

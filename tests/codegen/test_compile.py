@@ -157,6 +157,19 @@ def test_inverse_flops_and_bytes_are_what_was_declared(kernel, artifact):
         assert work.bytes_written == chunk["plain_bytes_written"]
 
 
+@each([k for k in ALL if k.template == "input_activation"])
+def test_activation_bytes_are_what_was_declared(kernel, artifact):
+    """A CTA has `rows` rows of q and of k, and the gates of their value heads, each of which is 1/64 of a chunk's."""
+    problem, schedule = kernel.spec.problem, kernel.spec.schedule
+    work, chunk = declared(kernel).work, artifact.report["ir"]["per_chunk"]
+    value_rows = schedule["rows"] * problem.group_size
+    parameters = chunk["plain_bytes_read"] - work.bytes_read * value_rows // problem.chunk_size
+    assert 0 < parameters <= 2 * (4 + 2) * value_rows
+    twice = chunk["plain_bytes_written"] - work.bytes_written * value_rows // problem.chunk_size
+    assert twice in (0, 4 * value_rows)  # g is stored in one of two branches
+    assert artifact.report["spill_bytes"] == artifact.report["smem_bytes"] == 0
+
+
 def test_hopper_dims_are_all_tested():
     assert {(k.config.head_dim_k, k.config.head_dim_v) for k in HOPPER if k.template == FORWARD} == set(DIMS)
     assert all(is_feasible(k.spec.problem, k.spec.schedule) for k in ALL)

@@ -5,7 +5,7 @@ import torch
 
 from qla_jit import build, harness, launch, registry, runtime
 from qla_jit.artifacts import ArtifactStore
-from qla_jit.config import OpConfig
+from qla_jit.config import UNCHUNKED_KERNELS, OpConfig
 from qla_jit.spec import KernelSpec
 
 pytestmark = pytest.mark.gpu
@@ -21,11 +21,23 @@ CONFIGS = (
 )
 
 
+ACTIVATIONS = (
+    OpConfig(2, 8),
+    OpConfig(3, 9, 64, gate_dtype="bfloat16", beta_dtype="bfloat16"),
+    OpConfig(1, 1, dtype="float16", gate_dtype="float16"),
+    OpConfig(16, 48, beta_dtype="bfloat16"),
+)
+
+
+def configs(kernel):
+    return {"fused_forward": CONFIGS, "input_activation": ACTIVATIONS}.get(kernel, CONFIGS[:2])
+
+
 def kernels():
     """(template name, problem) of every template that runs on Hopper, the portable ones at both chunk sizes."""
     for template in registry.templates().values():
-        for config in CONFIGS if template.kernel == "fused_forward" else CONFIGS[:2]:
-            for chunk_size in (64, 32):
+        for config in configs(template.kernel):
+            for chunk_size in (64,) if template.kernel in UNCHUNKED_KERNELS else (64, 32):
                 problem = config.problem(template.kernel, chunk_size)
                 if "sm90" in template.archs and template.unsupported(problem) is None:
                     yield pytest.param(template.name, problem, id=f"{template.name}-{config}-{chunk_size}")
@@ -48,7 +60,7 @@ def test_kernel_matches_float64_on_edge_lengths_and_any_decay(name, problem):
             assert case.error() <= case.tolerance, (lengths, gates)
 
 
-@pytest.mark.parametrize("name", ["kkt_inverse_sm90", "fused_forward_sm90"])
+@pytest.mark.parametrize("name", ["input_activation", "kkt_inverse_sm90", "fused_forward_sm90"])
 def test_two_hundred_runs_are_bitwise_equal(name):
     config = OpConfig(16, 64)
     problem = config.problem(registry.get_template(name).kernel)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from qla_jit.config import KERNEL_FIELDS, KERNELS, OpConfig, Problem
+from qla_jit.config import FORWARD_KERNELS, KERNEL_FIELDS, KERNELS, OpConfig, Problem
+from qla_jit.db.records import problem_body
 from qla_jit.errors import ConfigError, QlaError, UnsupportedError
+from qla_jit.spec import canonical_json
 
 
 @pytest.mark.parametrize(
@@ -15,6 +17,7 @@ from qla_jit.errors import ConfigError, QlaError, UnsupportedError
         ({"head_dim_k": 96}, "head_dim_k in (64, 128)", "head_dim_k=96", "pad"),
         ({"head_dim_v": 512}, "head_dim_v in (64, 128, 256)", "head_dim_v=512", "pad"),
         ({"dtype": "float32"}, "dtype in ('bfloat16', 'float16')", "dtype='float32'", "cast q, k and v"),
+        ({"gate_dtype": "float64"}, "gate_dtype in", "gate_dtype='float64'", "cast g and beta"),
         ({"state_dtype": "float16"}, "state_dtype in", "state_dtype='float16'", "float32"),
     ],
 )
@@ -52,6 +55,26 @@ def test_configs_that_a_kernel_cannot_tell_apart_share_its_problem():
     assert OpConfig(2, 8, head_dim_v=64).problem("kkt_inverse") == OpConfig(2, 8, head_dim_v=128).problem("kkt_inverse")
     assert OpConfig(2, 8).problem("kkt_inverse") == OpConfig(2, 8, state_v_first=True).problem("kkt_inverse")
     assert OpConfig(2, 8).problem("fused_forward") != OpConfig(2, 8, state_v_first=True).problem("fused_forward")
+
+
+def test_activation_is_a_kernel_of_the_operators_that_ask_for_it():
+    assert OpConfig(2, 8).kernels == FORWARD_KERNELS
+    assert OpConfig(2, 8, activation=True).kernels == ("input_activation", *FORWARD_KERNELS)
+    assert OpConfig(2, 8, activation=True).problem("kkt_inverse") == OpConfig(2, 8).problem("kkt_inverse")
+    narrow = OpConfig(2, 8, gate_dtype="bfloat16", head_dim_v=64)
+    assert narrow.problem("fused_forward") == OpConfig(2, 8, head_dim_v=64).problem("fused_forward")
+    assert narrow.problem("input_activation", 32) == narrow.problem("input_activation", 64)
+    assert narrow.problem("input_activation") != OpConfig(2, 8).problem("input_activation")
+
+
+def test_fields_of_later_kernels_change_no_key_of_the_first_ones():
+    """Digests of compiled kernels and ids of rows hash this text."""
+    problem = OpConfig(2, 8).problem("kkt_inverse")
+    assert canonical_json(problem.as_dict()) == (
+        '{"arch":"sm90","chunk_size":64,"dtype":"bfloat16","head_dim_k":128,"head_dim_v":null,"kernel":"kkt_inverse",'
+        '"num_heads":2,"num_value_heads":8,"state_dtype":null,"state_v_first":null}'
+    )
+    assert problem_body(problem) == {name: x for name, x in problem.as_dict().items() if x is not None}
 
 
 def test_group_size_is_value_heads_per_key_head():

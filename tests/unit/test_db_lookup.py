@@ -6,6 +6,7 @@ import warnings
 import pytest
 from tuning_fakes import add_rows_of_a_gone_kernel, best, fake_template, point, problem, use_templates
 
+from qla_jit.config import OpConfig
 from qla_jit.db import jsonl, layers, lookup
 from qla_jit.db.layers import Database
 from qla_jit.db.lookup import TuningWarning, choose, command, distance
@@ -112,6 +113,9 @@ def test_command_repeats_what_differs_from_the_defaults():
     text = command(asked)
     assert text.startswith("qla-tune --arch sm90 --kernels fused_forward --heads 4:8 --head-dim 64:128")
     assert text.endswith("--dtype float16 --state-dtype bfloat16 --state-v-first --chunk-size 32")
+    asked = OpConfig(4, 8, gate_dtype="bfloat16", beta_dtype="float16").problem("input_activation")
+    assert "--kernels input_activation" in command(asked)
+    assert command(asked).endswith("--gate-dtype bfloat16 --beta-dtype float16")
     text = command(problem(4, 8, "kkt_inverse"))
     assert text == "qla-tune --arch sm90 --kernels kkt_inverse --heads 4:8 --head-dim 128"
 

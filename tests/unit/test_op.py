@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qla_jit import launch, op
-from qla_jit.config import KERNELS, OpConfig
+from qla_jit.config import FORWARD_KERNELS, OpConfig
 from qla_jit.db import BestRow, Environment, open_db
 from qla_jit.errors import KernelMissingError
 from qla_jit.registry import digest, select
@@ -46,7 +46,7 @@ def tokens(total, config=CONFIG):
 def test_kernels_run_in_the_order_of_their_data(db, launches):
     compiled = op.compile(CONFIG, db=db)
     compiled(*tokens(70), torch.tensor([0, 5, 70], dtype=torch.int32))
-    assert [name for name, _ in launches] == list(KERNELS)
+    assert [name for name, _ in launches] == list(FORWARD_KERNELS)
     for name, args in launches:
         assert len(args) == len(launch.ARGUMENTS[name])
 

@@ -7,7 +7,13 @@ import torch
 
 from qla_jit.numerics import make_inputs, relative_error
 from qla_jit.ragged import chunk_slots, num_slots
-from qla_jit.reference import chunk_reference, gate_scan_reference, kkt_inverse_reference, recurrent_reference
+from qla_jit.reference import (
+    chunk_reference,
+    gate_scan_reference,
+    input_activation_reference,
+    kkt_inverse_reference,
+    recurrent_reference,
+)
 
 LENGTHS = (0, 1, 15, 16, 17, 0, 40, 0)
 EXACT = 1e-12
@@ -111,6 +117,18 @@ def test_kkt_inverse_inverts_and_is_zero_where_tokens_are_absent():
             left = torch.eye(c, dtype=torch.float64) + (b[:, None] * (k @ k.T)).tril(-1)
             assert relative_error(left @ a[slot, h, :c, :c], b.diag()) < EXACT
         assert a[slot, :, c:].abs().sum() == 0 and a[slot, :, :, c:].abs().sum() == 0
+
+
+def test_activations_are_their_definitions_and_leave_alone_what_is_not_asked_for():
+    x = inputs()
+    g, beta, rates, bias = 30 * x.g, torch.logit(x.beta), torch.linspace(-2, 1, 4), torch.linspace(-40, 40, 4)
+    q, k, gates, betas = input_activation_reference(3 * x.q, 1e-3 * x.k, g, beta, True, rates, bias, 2.0)
+    assert relative_error(q, x.q) < 1e-6 and relative_error(k, x.k / math.sqrt(2)) < 1e-6
+    softplus = torch.nn.functional.softplus(g.double() + bias, threshold=100)
+    assert relative_error(gates, -rates.double().exp() * softplus) < EXACT
+    assert relative_error(betas, 2 * x.beta) < 1e-6
+    given = (x.q, x.k, g, beta)
+    assert all(torch.equal(a, b.double()) for a, b in zip(input_activation_reference(*given), given))
 
 
 def test_gate_scan_sums_within_chunks_and_repeats_the_last_value():

@@ -33,6 +33,13 @@ def test_restricted_space_keeps_only_given_points(monkeypatch):
     assert enumerate_space(problem()).restricted(kept).points == (point(2, 4, "r"),)
 
 
+def test_an_optional_kernel_is_planned_where_it_is_named():
+    assert {p.kernel for p in plan_problems([OpConfig(2, 8, activation=True)])} == {"kkt_inverse", "fused_forward"}
+    (found,) = plan_problems([OpConfig(2, 8, gate_dtype="bfloat16")], ["input_activation"], [64, 32])
+    assert (found.kernel, found.gate_dtype, found.beta_dtype) == ("input_activation", "bfloat16", "float32")
+    assert len(enumerate_space(found).points) > 4
+
+
 def test_plan_shares_problems_and_puts_the_heaviest_kernel_first():
     problems = plan_problems([OpConfig(16, 64), OpConfig(8, 64)], chunk_sizes=[64])
     assert [(p.kernel, p.num_heads) for p in problems] == [
