@@ -20,6 +20,8 @@ _EXPORTS = {
     "compile": "op",
     "CompiledOp": "op",
     "select_kernels": "op",
+    "Workspace": "workspace",
+    "workspace_bytes": "workspace",
     "chunk_gated_delta_rule": "api",
     "open_db": "db",
     "QlaError": "errors",

@@ -10,10 +10,13 @@ import warnings
 import torch
 import torch.nn.functional as F
 
+from . import state_pool
 from .argument_checks import check_gate_parameters
 from .chunk_form import chunk_form
 from .errors import GradientError, InputError, UnsupportedError
+from .state_checks import check_pool_rows
 from .validate import Call, validate
+from .workspace import Workspace
 
 _L2NORM_EPS = 1e-6  # under the square root, as FLA has it
 _BACKWARDS = ("kernel", "chunk_form")
@@ -43,8 +46,12 @@ def chunk_gated_delta_rule(
     state_dtype: torch.dtype | None = None,
     backward: str = "kernel",
     out: torch.Tensor | None = None,
+    final_state_out: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    checkpoint_every: int | None = None,
+    workspace: Workspace | None = None,
     **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, ...]:
     """Gated DeltaNet: ``S ← exp(g) (I − β k kᵀ) S + β k vᵀ``, ``o = scale · Sᵀ q``, token by token (MATH.md (1)).
 
     q, k: ``[B, T, H, K]``; k must be L2-normalised, or use_qk_l2norm_in_kernel set.  v: ``[B, T, HV, V]``, HV a
@@ -63,11 +70,21 @@ def chunk_gated_delta_rule(
     auto_cp: whether long sequences may be split over the card.  No split exists yet, so True changes nothing.
     window: "exact", or the tolerance (0, 1) to which a split may forget; without splits results are always exact.
     backward: "kernel", or "chunk_form" to run PyTorch's chunk form on CUDA when a gradient is needed.
-    out: o is written here (``[B, T, HV, V]``, q's dtype, contiguous); not when gradients are needed.
+    out, final_state_out: o (``[B, T, HV, V]``, q's dtype) and the final state (state_dtype; may be initial_state) are
+    written here.  Contiguous; not when gradients are needed, as state_indices.
+    state_indices: ``[N]`` int32 or int64 on q's device.  initial_state is then a pool ``[P, HV, K, V]``, contiguous, of
+    which sequence n starts from row ``state_indices[n]``; with output_final_state its final state goes back to that
+    row, in place, and the pool is returned.  A negative row: start from zero, write nothing.  state_dtype is that of
+    the pool.  That rows are below P (unchecked on CUDA) and differ from each other is the caller's promise.
+    checkpoint_every: a multiple of 64, in tokens; also return the states after every so many tokens of each sequence.
+    Needs lengths on the host, as above.
+    workspace: a `Workspace` of this stream, for the intermediates on CUDA.  With it, out and final_state_out or a pool,
+    a call allocates nothing, where gates are fp32 and indices int32.
     Other keywords, as in FLA: use_gate_in_kernel (g becomes ``−exp(A_log) · softplus(g + dt_bias)``) with A_log and
     dt_bias ``[HV]``; chunk_size 16, 32 or 64, a hint; transpose_state_layout, the deprecated name of state_v_first.
 
-    Returns (o ``[B, T, HV, V]`` in q's dtype, final state or None).
+    Returns (o ``[B, T, HV, V]`` in q's dtype, final state or None); with checkpoint_every also the checkpoints,
+    ``[Σ ⌊length / checkpoint_every⌋, HV, K, V]`` like the final state, those of one sequence together.
 
     Raises InputError for malformed arguments, UnsupportedError where nothing implements them, GradientError where a
     gradient is needed and no kernel computes it, TypeError for unknown keywords.
@@ -86,9 +103,13 @@ def chunk_gated_delta_rule(
         )
     if backward not in _BACKWARDS:
         raise InputError(f"`backward in {_BACKWARDS}` must hold, but got backward={backward!r}; name one of them.")
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise InputError(
+            f"`workspace is a qla_jit.Workspace` must hold, but got {type(workspace).__name__}; make one per stream."
+        )
     call = validate(
         q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu,
-        state_dtype, chunk_size, auto_cp, window, out,
+        state_dtype, chunk_size, auto_cp, window, out, state_indices, checkpoint_every, final_state_out,
     )  # fmt: skip
 
     if use_qk_l2norm_in_kernel:
@@ -102,13 +123,13 @@ def chunk_gated_delta_rule(
         q.requires_grad or k.requires_grad or v.requires_grad or g.requires_grad or beta.requires_grad
         or (initial_state is not None and initial_state.requires_grad)
     )  # fmt: skip
-    if needs_grad and out is not None:
-        raise GradientError("`out is None` must hold when a gradient is needed; leave it out, or use torch.no_grad().")
-    if not q.is_cuda or call.is_empty:
-        return _run_chunk_form(call, q, k, v, g, beta, initial_state, out)
+    if needs_grad:
+        _refuse_with_gradients(out=out, final_state_out=final_state_out, state_indices=state_indices)
+    if not call.runs_kernels:
+        return _run_chunk_form(call, q, k, v, g, beta, initial_state, state_indices, out, final_state_out)
     if needs_grad:
         if backward == "chunk_form":
-            return _run_chunk_form(call, q, k, v, g, beta, initial_state, out)
+            return _run_chunk_form(call, q, k, v, g, beta, initial_state, state_indices, out, final_state_out)
         raise GradientError(
             "no input may require a gradient, for there is no backward kernel yet, but one does; "
             'pass backward="chunk_form" (slow, PyTorch), or call under torch.no_grad().'
@@ -121,21 +142,45 @@ def chunk_gated_delta_rule(
         beta = beta.float().contiguous()
     if initial_state is not None and initial_state.dtype != call.state_dtype:
         initial_state = initial_state.to(call.state_dtype)  # only ever widens: `validate` refused the rest
-    return forward_cuda(call, q, k, v, g, beta, initial_state, out)
+    return forward_cuda(
+        call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace
+    )
 
 
-def _run_chunk_form(call: Call, q, k, v, g, beta, initial_state, out):
+def _refuse_with_gradients(**written) -> None:
+    for name, x in written.items():
+        if x is not None:
+            raise GradientError(
+                f"`{name} is None` must hold when a gradient is needed; leave it out, or use torch.no_grad()."
+            )
+
+
+def _run_chunk_form(call: Call, q, k, v, g, beta, initial_state, state_indices, out, final_state_out):
     if call.cu_host is None:
         raise InputError(
             "`cu_seqlens_cpu is not None` must hold to run the chunk form during a CUDA graph capture, but got None; "
             "pass the host lengths."
         )
-    o, final_state = chunk_form(
-        q, k, v, g, beta, call.scale, initial_state, call.cu_host, call.state_v_first, call.state_dtype, call.chunk_size
+    pool = initial_state if call.has_pool else None
+    if pool is not None:
+        if not state_indices.is_cuda:
+            check_pool_rows(state_indices, pool)
+        initial_state = state_pool.gather(pool, state_indices)
+    o, final_state, *checkpoints = chunk_form(
+        q, k, v, g, beta, call.scale, initial_state, call.cu_host, call.state_v_first, call.state_dtype,
+        call.chunk_size, checkpoint_every=call.checkpoint_every,
     )  # fmt: skip
     if out is not None:
         o = out.copy_(o)
-    return o, final_state if call.output_final_state else None
+    if not call.output_final_state:
+        final_state = None
+    elif pool is not None:
+        if not call.is_empty:  # where it is, the states are in their rows already
+            state_pool.scatter(pool, state_indices, final_state)
+        final_state = pool
+    elif final_state_out is not None:
+        final_state = final_state_out.copy_(final_state)
+    return o, final_state, *checkpoints
 
 
 def _read_options(kwargs: dict, state_v_first: bool) -> tuple[bool, int, bool]:

@@ -13,12 +13,10 @@ from .config import HEAD_DIMS
 from .errors import InputError, QlaError, UnsupportedError
 
 CHUNK_SIZE_HINTS = (16, 32, 64)
-_HALF = (torch.bfloat16, torch.float16)
-_FLOATS = (*_HALF, torch.float32, torch.float64)
-#: Per device type: dtypes of q, k and v, dtypes of an initial state, and dtypes a final state may be asked in.
-DTYPES = {"cuda": _HALF, "cpu": _FLOATS}
-INITIAL_STATE_DTYPES = {"cuda": (torch.float32, *_HALF), "cpu": _FLOATS}
-STATE_DTYPES = {"cuda": (torch.float32, torch.bfloat16), "cpu": _FLOATS}
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (*HALF, torch.float32, torch.float64)
+#: Per device type: dtypes of q, k and v.
+DTYPES = {"cuda": HALF, "cpu": FLOATS}
 ALIGNMENT_BYTES = 16  # of a TMA tile's base address
 
 
@@ -60,9 +58,10 @@ def check_shapes(q, k, v, g, beta) -> None:
     )
 
 
-def check_devices_and_dtypes(q, k, v, g, beta, initial_state, cu_seqlens, out) -> None:
+def check_devices_and_dtypes(q, k, v, g, beta, initial_state, cu_seqlens, **others) -> None:
+    """others: optional tensors of which only the device is looked at."""
     kind = q.device.type
-    named = dict(k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, out=out)
+    named = dict(k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, **others)
     for name, x in named.items():
         require(
             x is None or x.device == q.device,
@@ -84,7 +83,7 @@ def check_devices_and_dtypes(q, k, v, g, beta, initial_state, cu_seqlens, out) -
         "cast them to one.",
     )
     for name, x in (("g", g), ("beta", beta)):
-        require(x.dtype in _FLOATS, f"{name}.dtype in {_FLOATS}", f"{x.dtype}", "float32 loses nothing.")
+        require(x.dtype in FLOATS, f"{name}.dtype in {FLOATS}", f"{x.dtype}", "float32 loses nothing.")
     if kind == "cuda":
         for name, x in dict(q=q, k=k, v=v, initial_state=initial_state, cu_seqlens=cu_seqlens).items():
             require(
@@ -127,29 +126,6 @@ def check_lengths(batch: int, tokens: int, cu: tuple[int, ...] | None) -> None:
     )
 
 
-def check_initial_state(state, sequences, value_heads, dim_k, dim_v, v_first, state_dtype) -> None:
-    kind = state.device.type
-    shape = (sequences, value_heads, dim_v, dim_k) if v_first else (sequences, value_heads, dim_k, dim_v)
-    require(
-        tuple(state.shape) == shape,
-        f"initial_state.shape == [N, HV, {'V, K' if v_first else 'K, V'}] == {list(shape)}",
-        f"{tuple(state.shape)}",
-        "pass one state per sequence and value head, in the layout that state_v_first names.",
-    )
-    support(
-        state.dtype in INITIAL_STATE_DTYPES[kind],
-        f"initial_state.dtype in {INITIAL_STATE_DTYPES[kind]} on {kind}",
-        f"{state.dtype}",
-        "keep states in float32.",
-    )
-    support(
-        kind == "cpu" or state_dtype == torch.float32 or state.dtype == state_dtype,
-        "initial_state.dtype == state_dtype unless state_dtype is float32",
-        f"{state.dtype} and {state_dtype}",
-        f"pass initial_state.to({state_dtype}): kernels keep states in one dtype, and will not round yours unasked.",
-    )
-
-
 def check_flags(scale, chunk_size, auto_cp, window) -> None:
     require(
         scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale)),
@@ -169,15 +145,6 @@ def check_flags(scale, chunk_size, auto_cp, window) -> None:
         'window == "exact" or 0 < window < 1',
         f"window={window!r}",
         'pass "exact", or the tolerance to which earlier tokens may be forgotten.',
-    )
-
-
-def check_state_dtype(state_dtype, kind: str) -> None:
-    support(
-        state_dtype in STATE_DTYPES[kind],
-        f"state_dtype in {STATE_DTYPES[kind]} on {kind}",
-        f"state_dtype={state_dtype}",
-        "leave it None for float32 states.",
     )
 
 
@@ -202,7 +169,7 @@ def check_gate_parameters(a_log, dt_bias, v: torch.Tensor) -> None:
     for name, x in (("A_log", a_log), ("dt_bias", dt_bias)):
         if x is not None:
             require(
-                x.shape == v.shape[2:3] and x.dtype in _FLOATS and x.device == v.device,
+                x.shape == v.shape[2:3] and x.dtype in FLOATS and x.device == v.device,
                 f"{name} is [HV] = [{v.shape[2]}] floats on {v.device}",
                 f"shape {tuple(x.shape)} of {x.dtype} on {x.device}",
                 "pass one number per value head.",
@@ -211,7 +178,7 @@ def check_gate_parameters(a_log, dt_bias, v: torch.Tensor) -> None:
 
 def require_tensors(**named) -> None:
     for name, x in named.items():
-        optional = name in ("initial_state", "cu_seqlens", "out", "dt_bias")
+        optional = name in ("initial_state", "cu_seqlens", "out", "dt_bias", "state_indices", "final_state_out")
         require(
             isinstance(x, torch.Tensor) or (optional and x is None),
             f"{name} is a torch.Tensor",
@@ -220,13 +187,16 @@ def require_tensors(**named) -> None:
         )
 
 
-def refuse_alignment(name: str, x: torch.Tensor) -> None:
-    refuse(
-        InputError,
-        f"{name}.data_ptr() % {ALIGNMENT_BYTES} == 0",
-        f"storage offset {x.storage_offset()}",
-        f"pass {name}.clone(): bulk copies of the card need aligned rows.",
-    )
+def refuse_alignment(**named) -> None:
+    """Name the tensor, of those that are not None, whose address is not aligned."""
+    for name, x in named.items():
+        if x is not None and x.data_ptr() % ALIGNMENT_BYTES:
+            refuse(
+                InputError,
+                f"{name}.data_ptr() % {ALIGNMENT_BYTES} == 0",
+                f"storage offset {x.storage_offset()}",
+                f"pass {name}.clone(): bulk copies of the card need aligned rows.",
+            )
 
 
 def require(condition: bool, invariant: str, got: str, remedy: str) -> None:

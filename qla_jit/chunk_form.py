@@ -9,7 +9,7 @@ sequence of a group.  Differentiable by autograd.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -32,43 +32,82 @@ def chunk_form(
     state_dtype: torch.dtype | None = None,
     chunk_size: int = 64,
     operand_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    checkpoint_every: int | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Gated DeltaNet forward in fp32 (in float64 if q is float64).
 
     q, k: ``[B, T, H, K]``, k L2-normalised.  v: ``[B, T, HV, V]``, HV a multiple of H.  g (log space, finite), beta:
     ``[B, T, HV]``.  Any float dtype.  initial_state: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with state_v_first.
     cu_seqlens: host ints; then B = 1.  operand_dtype: round the operands of every product but K Kᵀ to this dtype, as a
-    kernel of that dtype does; used to set tolerances.
+    kernel of that dtype does; used to set tolerances.  checkpoint_every: a multiple of chunk_size, in tokens.
 
-    Returns (o ``[B, T, HV, V]`` in q's dtype, final state in ``state_dtype``, by default the dtype computed in).  Rows
-    of o past ``cu_seqlens[-1]`` are 0.  The caller has validated the arguments.
+    Returns (o ``[B, T, HV, V]`` in q's dtype, final state in ``state_dtype``, by default the dtype computed in), and
+    with checkpoint_every the states after every so many tokens of each sequence, ``[rows, HV, K, V]`` like the final
+    state.  Rows of o past ``cu_seqlens[-1]`` are 0.  The caller has validated the arguments.
     """
     batch, tokens, heads, dim_v = v.shape
     dim_k = q.shape[-1]
     scale = dim_k**-0.5 if scale is None else scale
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     cu = cumulative_lengths(batch, tokens, cu_seqlens)
-    all_steps = [ChunkSteps.of(cu, c, v.device, names) for names, c in _groups(cu, chunk_size, heads * dim_k * dim_v)]
+    groups = list(_groups(cu, chunk_size, heads * dim_k * dim_v))
+    all_steps = [ChunkSteps.of(cu, chunk, v.device, names) for names, chunk in groups]
     order = [n for steps in all_steps for n in steps.sequences]
     inputs = zip(*(gather_rows(all_steps, x.flatten(0, 1)) for x in (q, k, v, g, beta)))
 
     def step(state, *chunk):
         return _chunk(state, *chunk, scale, compute, operand_dtype)
 
+    def stored(state):
+        return (state.mT if state_v_first else state).to(state_dtype or compute)
+
+    checkpoints = None if checkpoint_every is None else _Checkpoints(cu, checkpoint_every, stored)
     parts, states = [], []
-    for steps, initial, streams in zip(all_steps, _initial_states(initial_state, order, all_steps), inputs):
+    initials = _initial_states(initial_state, order, all_steps)
+    for (_, chunk), steps, initial, streams in zip(groups, all_steps, initials, inputs):
         if initial is None:
             state = torch.zeros(len(steps.sequences), heads, dim_k, dim_v, dtype=compute, device=v.device)
         else:
             state = (initial.mT if state_v_first else initial).to(compute)
-        outs, final = steps.scan(step, state, *streams)
+        visit = step if checkpoints is None else checkpoints.watch(step, steps.sequences, chunk)
+        outs, final = steps.scan(visit, state, *streams)
         parts.append((steps, outs))
-        states.append((final.mT if state_v_first else final).to(state_dtype or compute))
+        states.append(stored(final))
     o = scatter_rows(parts, batch * tokens, q.new_empty(heads, dim_v)).unflatten(0, (batch, tokens))
-    if not states:
-        shape = (heads, dim_v, dim_k) if state_v_first else (heads, dim_k, dim_v)
-        return o, torch.empty(0, *shape, dtype=state_dtype or compute, device=v.device)
-    return o, restore_order(states, order)
+    none = stored(torch.empty(0, heads, dim_k, dim_v, dtype=compute, device=v.device))
+    final = restore_order(states, order) if states else none
+    return (o, final) if checkpoints is None else (o, final, checkpoints.joined(none))
+
+
+class _Checkpoints:
+    """States after every ``every`` tokens of each sequence, collected while the recurrences of the groups run."""
+
+    def __init__(self, cu: Sequence[int], every: int, stored: Callable[[torch.Tensor], torch.Tensor]):
+        """stored: a state as it is to be returned."""
+        self._lengths = [end - start for start, end in zip(cu, cu[1:])]
+        self._every, self._stored = every, stored
+        self._firsts = [0, *itertools.accumulate(length // every for length in self._lengths)]
+        self._rows: list[int] = []
+        self._states: list[torch.Tensor] = []
+
+    def watch(self, step: Callable, sequences: Sequence[int], chunk: int) -> Callable:
+        """``step`` over the chunks of ``sequences``, longest first, that keeps the states that are due."""
+        ends = itertools.count(chunk, chunk)
+
+        def watched(state, *inputs):
+            out, state = step(state, *inputs)
+            end = next(ends)
+            if end % self._every == 0:
+                due = [n for n in sequences if self._lengths[n] >= end]
+                self._rows.extend(self._firsts[n] + end // self._every - 1 for n in due)
+                self._states.append(self._stored(state[: len(due)]))
+            return out, state
+
+        return watched
+
+    def joined(self, none: torch.Tensor) -> torch.Tensor:
+        """Every checkpoint, those of one sequence together; ``none`` if there is none."""
+        return restore_order(self._states, self._rows) if self._rows else none
 
 
 def _initial_states(initial_state, order, all_steps):

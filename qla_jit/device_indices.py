@@ -37,6 +37,17 @@ def bounds(call: Call, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     return _keep(call.cu_host, call.device, lambda: cu_seqlens.to(torch.int32))
 
 
+def checkpoint_rows(call: Call, bounds: torch.Tensor) -> torch.Tensor:
+    """The row of each sequence's first checkpoint ``[N]``."""
+    every = call.checkpoint_every
+
+    def make() -> torch.Tensor:
+        counts = bounds.diff() // every
+        return (counts.cumsum(0) - counts).to(torch.int32)
+
+    return _keep((call.cu_host, every), call.device, make)
+
+
 def ramp(size: int, device: torch.device) -> torch.Tensor:
     """0, 1, 2 … ``[size]``: the row of each sequence's state where states lie in the order of the sequences."""
     found = _ramp_views.get((device, size))

@@ -1,18 +1,20 @@
 """From a validated call on CUDA tensors to the compiled operator that answers it.
 
-Operators are compiled once per (config, device kind) and kept.  Nothing here reads the device.
+Operators are compiled once per (config, device kind) and kept.  Nothing here reads the device.  A repeated call pays
+for the views, allocations and launches, and for little else: what its content decides is kept with the `Call`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
-from . import device_indices
+from . import device_indices, launch
 from .arch import detect
 from .config import OpConfig
-from .op import CompiledOp, compile
+from .op import Checkpoints, CompiledOp, compile
 from .validate import Call
 
 
@@ -41,23 +43,53 @@ def config_of(call: Call) -> OpConfig:
     )  # fmt: skip
 
 
-def forward_cuda(call: Call, q, k, v, g, beta, initial_state, out) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a validated call; tensors are ``[B, T, ...]`` and contiguous, g and beta fp32."""
-    if call.device.index not in (None, torch.cuda.current_device()):
+def forward_cuda(
+    call: Call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace
+) -> tuple[torch.Tensor | None, ...]:
+    """Run a validated call; tensors are ``[B, T, ...]`` and contiguous, g and beta fp32.  Results as the operator's."""
+    if _has_several_cards() and call.device.index != torch.cuda.current_device():
         with torch.cuda.device(call.device):
-            return forward_cuda(call, q, k, v, g, beta, initial_state, out)
-    op = compiled(config_of(call))
-    bounds = device_indices.bounds(call, call.cu_seqlens)
-    if initial_state is not None and not initial_state.is_contiguous():
-        initial_state = initial_state.contiguous()
-    o, final = op(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), g.flatten(0, 1), beta.flatten(0, 1), bounds, call.scale,
-        initial_state, call.output_final_state, None if out is None else out.flatten(0, 1), call.cu_host,
+            return forward_cuda(
+                call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace
+            )
+    op, forward = _operator(call)
+    bounds = device_indices.bounds(call, cu_seqlens)
+    heads, value_heads, dim_k, dim_v = call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v
+    if out is None:
+        out = torch.empty_like(v)
+    o = out.view(-1, value_heads, dim_v)
+    if state_indices is not None and state_indices.dtype != torch.int32:
+        state_indices = state_indices.to(torch.int32)
+    checkpoints = None if call.checkpoint_every is None else _new_checkpoints(call, op, bounds)
+    _, final = op(
+        q.view(-1, heads, dim_k), k.view(-1, heads, dim_k), v.view(-1, value_heads, dim_v), g.view(-1, value_heads),
+        beta.view(-1, value_heads), bounds, call.scale, initial_state, call.output_final_state, o, None, state_indices,
+        final_state_out, checkpoints if call.num_checkpoints else None, workspace, forward,
     )  # fmt: skip
     covered = call.cu_host[-1] if call.cu_host is not None else 0
     if covered < o.shape[0]:
         _clear_padding(o, bounds, call.cu_host)
-    return (o.view(v.shape) if out is None else out), final
+    return (out, final) if checkpoints is None else (out, final, checkpoints.states)
+
+
+@functools.cache
+def _has_several_cards() -> bool:
+    return torch.cuda.device_count() > 1
+
+
+def _operator(call: Call) -> tuple[CompiledOp, Callable[..., None]]:
+    """The operator of a call, and the entry of `fused_forward` for its lengths."""
+    found = call.memo.get("operator")
+    if found is None:
+        op = compiled(config_of(call))
+        found = call.memo["operator"] = op, op.choose(call.cu_host, call.device)
+    return found
+
+
+def _new_checkpoints(call: Call, op: CompiledOp, bounds: torch.Tensor) -> Checkpoints:
+    shape = launch.state_shape(op.config.problem("fused_forward"), call.num_checkpoints)
+    states = torch.empty(shape, dtype=call.state_dtype, device=call.device)
+    return Checkpoints(call.checkpoint_every, states, device_indices.checkpoint_rows(call, bounds))
 
 
 def _clear_padding(o: torch.Tensor, bounds: torch.Tensor, cu_host: tuple[int, ...] | None) -> None:

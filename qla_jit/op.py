@@ -11,15 +11,28 @@ from dataclasses import dataclass
 
 import torch
 
-from . import build, env, launch, plan, runtime
+from . import build, device_indices, env, launch, plan, runtime
 from .artifacts import Artifact, ArtifactStore
 from .config import CHUNK_SIZES, FORWARD_KERNELS, OpConfig
 from .db import Database, Match, open_db
 from .errors import KernelMissingError, UnsupportedError
 from .schedule import Schedule
 from .spec import KernelSpec
+from .workspace import Layout, Workspace, intermediates
 
 _MAX_CACHED_CHOICES = 1024
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """States after every ``every`` tokens of each sequence, a multiple of the chunk size.
+
+    states: ``[rows, HV, K, V]`` in the config's layout and state_dtype.  rows: ``[N]`` int32, each sequence's first.
+    """
+
+    every: int
+    states: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -49,8 +62,8 @@ class CompiledKernel:
 class CompiledOp:
     """The operator for one `OpConfig`: takes CUDA tensors, launches on torch's current stream, never synchronises.
 
-    After the first call it may be captured into a CUDA graph.  Allocates o, the final state and the workspace
-    (``a`` and ``log_gates``) with torch's allocator.
+    After the first call it may be captured into a CUDA graph.  Allocates with torch's allocator what the caller does
+    not give: o, the final state, and the intermediates ``a`` and ``log_gates``.
     """
 
     def __init__(
@@ -70,10 +83,9 @@ class CompiledOp:
         self._chosen: dict[tuple, Callable[..., None]] = {}
         self._kkt_inverse = kernels["kkt_inverse"].entry
         self._problem = kernels["fused_forward"].spec.problem
-        self._dtype = launch.torch_dtype(config.dtype)
         self._state_dtype = launch.torch_dtype(config.state_dtype)
+        self._layouts: dict[tuple[int, int], Layout] = {}
         self._absent: dict[torch.device, torch.Tensor] = {}
-        self._rows: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def __call__(
         self,
@@ -88,32 +100,54 @@ class CompiledOp:
         output_final_state: bool = False,
         out: torch.Tensor | None = None,
         cu_host: tuple[int, ...] | None = None,
+        state_rows: torch.Tensor | None = None,
+        final_state_out: torch.Tensor | None = None,
+        checkpoints: Checkpoints | None = None,
+        workspace: Workspace | None = None,
+        forward: Callable[..., None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the kernels on tokens laid end to end; the arguments are not checked (`chunk_gated_delta_rule` does).
 
         q, k ``[T, H, K]``, v ``[T, HV, V]`` in the config's dtype; g, beta ``[T, HV]`` fp32; bounds ``[N + 1]`` int32,
         cumulative lengths on the device; initial_state in the config's layout and state_dtype.  All contiguous.
-        cu_host: the same lengths on the host, which decide between several tuned schedules of `fused_forward`.
+        cu_host: the same lengths on the host, which decide between several tuned schedules of `fused_forward`; or
+        forward: what `choose` answered for them.
+        state_rows: ``[N]`` int32; initial_state is a pool then, and final states go back to it.
+        out, final_state_out, checkpoints: where results are written.  workspace: where intermediates are.
         Returns (o ``[T, HV, V]``, final state or None).
         """
-        tokens, sequences = q.shape[0], bounds.shape[0] - 1
-        shape = launch.inverse_shape(self._problem, tokens, sequences)
-        a = torch.empty(shape, dtype=self._dtype, device=q.device)
-        log_gates = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        device, sequences = q.device, bounds.shape[0] - 1
+        layout = self._layout(q.shape[0], sequences)
+        if workspace is not None:
+            a, log_gates = workspace.take(layout, device)
+        else:
+            a, log_gates = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
         if out is None:
             out = torch.empty_like(v)
-        final = self._absent_state(q.device)
-        if output_final_state:
-            final = torch.empty(
-                launch.state_shape(self._problem, sequences), dtype=self._state_dtype, device=q.device
-            )
-        initial = self._absent_state(q.device) if initial_state is None else initial_state
-        rows = self._rows_of(sequences, q.device)
+        absent = self._absent_state(device)
+        initial = absent if initial_state is None else initial_state
+        if not output_final_state:
+            final = absent
+        elif state_rows is not None:
+            final = initial_state
+        elif final_state_out is not None:
+            final = final_state_out
+        else:
+            shape = launch.state_shape(self._problem, sequences)
+            final = torch.empty(shape, dtype=self._state_dtype, device=device)
+        if state_rows is None:
+            state_rows = device_indices.ramp(sequences, device)
+        if checkpoints is None:
+            checkpoint_rows, states, every = state_rows, absent, 0
+        else:
+            checkpoint_rows, states, every = checkpoints.rows, checkpoints.states, checkpoints.every // self.chunk_size
+        if forward is None:
+            forward = self.choose(cu_host, device)
         self._kkt_inverse(k, beta, g, bounds, a, log_gates)
-        scale = self.config.head_dim_k**-0.5 if scale is None else scale
-        self._fused_forward(cu_host, q.device)(
-            q, k, v, a, log_gates, bounds, rows, rows, initial, final, self._absent_state(q.device), out, scale,
-            int(initial_state is not None), int(output_final_state), 0,
+        forward(
+            q, k, v, a, log_gates, bounds, state_rows, checkpoint_rows, initial, final, states, out,
+            self.config.head_dim_k**-0.5 if scale is None else scale,
+            int(initial_state is not None), int(output_final_state), every,
         )  # fmt: skip
         return out, final if output_final_state else None
 
@@ -122,8 +156,8 @@ class CompiledOp:
         others = [k for k in self.kernels.values() if k.spec.problem.kernel != "fused_forward"]
         return [kernel.report for kernel in (*others, *self.variants.values())]
 
-    def _fused_forward(self, cu_host: tuple[int, ...] | None, device: torch.device) -> Callable[..., None]:
-        """The entry to launch for these lengths; the choice is kept per content."""
+    def choose(self, cu_host: tuple[int, ...] | None, device: torch.device) -> Callable[..., None]:
+        """The entry of `fused_forward` to launch for these lengths; the choice is kept per content."""
         if cu_host is None or len(self.variants) == 1:
             return self.kernels["fused_forward"].entry
         found = self._chosen.get((cu_host, device))
@@ -137,11 +171,14 @@ class CompiledOp:
             found = self._chosen[cu_host, device] = self.variants[schedule].entry
         return found
 
-    def _rows_of(self, sequences: int, device: torch.device) -> torch.Tensor:
-        """Where each sequence's state is, when states are given in order."""
-        if (sequences, device) not in self._rows:
-            self._rows[sequences, device] = torch.arange(sequences, dtype=torch.int32, device=device)
-        return self._rows[sequences, device]
+    def _layout(self, tokens: int, sequences: int) -> Layout:
+        """Shapes and dtypes of the intermediates."""
+        found = self._layouts.get((tokens, sequences))
+        if found is None:
+            if len(self._layouts) >= _MAX_CACHED_CHOICES:
+                self._layouts.clear()
+            found = self._layouts[tokens, sequences] = intermediates(self._problem, tokens, sequences)
+        return found
 
     def _absent_state(self, device: torch.device) -> torch.Tensor:
         """A tensor to pass where a state is absent; the kernel does not touch it."""

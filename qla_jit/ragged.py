@@ -34,6 +34,11 @@ def chunk_slots(cu: Sequence[int], chunk_size: int) -> list[tuple[int, int, int]
     return found
 
 
+def num_checkpoints(cu: Sequence[int], every: int) -> int:
+    """States kept after every ``every`` tokens of each sequence; a last interval that is not whole keeps none."""
+    return sum((end - start) // every for start, end in zip(cu, cu[1:]))
+
+
 @dataclass(frozen=True)
 class ChunkSteps:
     """The chunks of some sequences in the order a recurrence visits them: by chunk index, longest sequence first.

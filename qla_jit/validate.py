@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -15,16 +16,22 @@ from .argument_checks import (
     ALIGNMENT_BYTES,
     check_devices_and_dtypes,
     check_flags,
-    check_initial_state,
     check_lengths,
     check_out,
     check_shapes,
-    check_state_dtype,
     refuse,
     refuse_alignment,
     require_tensors,
 )
 from .errors import InputError
+from .ragged import num_checkpoints
+from .state_checks import (
+    check_checkpoint_every,
+    check_final_state_out,
+    check_initial_state,
+    check_pool,
+    check_state_dtype,
+)
 
 _MAX_CACHED_CALLS = 1024
 
@@ -34,10 +41,12 @@ class Call:
     """One validated call.  Equal calls have equal shapes, dtypes, flags and host lengths; tensors take no part.
 
     batch, num_tokens: B and T.  num_sequences: N, equal to B without cu_seqlens.  dtype: of q, k, v and o.
-    state_dtype: of the final state.  chunk_size: a hint.  window: "exact", or the tolerance of an approximate split.
+    state_dtype: of the final state.  has_pool: initial_state is a pool, whose rows state_indices name.
+    chunk_size: a hint.  window: "exact", or the tolerance of an approximate split.
+    checkpoint_every: tokens between checkpoints, None for none.
+    memo: what later stages derive from the content and want again in an equal call.
     cu_host: cumulative lengths, ``N + 1`` ints (multiples of T without cu_seqlens); None only when device-only
     cu_seqlens met a CUDA graph capture, where reading them is not allowed.
-    cu_seqlens: the caller's tensor on ``device``, int32 or int64, contiguous; None for sequences of equal length.
     """
 
     batch: int
@@ -58,17 +67,29 @@ class Call:
     auto_cp: bool
     window: str | float
     cu_host: tuple[int, ...] | None
-    cu_seqlens: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    has_pool: bool = False
+    checkpoint_every: int | None = None
+    memo: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def group_size(self) -> int:
         """Value heads per query/key head."""
         return self.num_value_heads // self.num_heads
 
-    @property
+    @cached_property
     def is_empty(self) -> bool:
         """No token belongs to any sequence, as far as the host knows."""
         return self.batch * self.num_tokens == 0 or (self.cu_host is not None and self.cu_host[-1] == 0)
+
+    @cached_property
+    def runs_kernels(self) -> bool:
+        """A card has something to do."""
+        return self.device.type == "cuda" and not self.is_empty
+
+    @cached_property
+    def num_checkpoints(self) -> int:
+        """Rows of the checkpoints."""
+        return 0 if self.checkpoint_every is None else num_checkpoints(self.cu_host, self.checkpoint_every)
 
 
 _calls: dict[tuple, Call] = {}
@@ -91,6 +112,9 @@ def validate(
     auto_cp: bool = True,
     window: str | float = "exact",
     out: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    checkpoint_every: int | None = None,
+    final_state_out: torch.Tensor | None = None,
 ) -> Call:
     """Check the arguments of `api.chunk_gated_delta_rule`, which documents them, and describe them as a `Call`.
 
@@ -99,42 +123,45 @@ def validate(
     """
     try:
         cu = None if cu_seqlens is None and cu_seqlens_cpu is None else _host_lengths(cu_seqlens, cu_seqlens_cpu)
+        # Flags stand here with their types: 1 equals True, but is not what `check_flags` asks for.
         key = (
-            *(x.shape for x in (q, k, v, g, beta)),
-            *(x.dtype for x in (q, k, v, g, beta)),
-            *(x.device for x in (q, k, v, g, beta)),
+            q.shape, k.shape, v.shape, g.shape, beta.shape,
+            q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype,
+            q.device, k.device, v.device, g.device, beta.device,
             q.is_contiguous() and k.is_contiguous() and v.is_contiguous(),
-            scale, output_final_state, state_v_first, state_dtype, chunk_size, auto_cp, window, cu,
+            scale, output_final_state, state_v_first, state_dtype, chunk_size, auto_cp, window, checkpoint_every,
+            type(scale), type(chunk_size), type(auto_cp), type(window), type(checkpoint_every), cu,
             None if initial_state is None else _traits(initial_state),
             None if cu_seqlens is None else _traits(cu_seqlens),
             None if out is None else _traits(out),
+            None if state_indices is None else _traits(state_indices),
+            None if final_state_out is None else _traits(final_state_out),
         )  # fmt: skip
         call = _calls.get(key)
     except (AttributeError, TypeError) as error:
         # Also reached by well-formed tensors with an unhashable flag, which the checks below name.
-        require_tensors(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, out=out)
+        require_tensors(
+            q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, out=out,
+            state_indices=state_indices, final_state_out=final_state_out,
+        )  # fmt: skip
         raise InputError(f"flags and lengths must be plain values, but got {error}; pass numbers instead.") from error
     if call is None:
         call = _check_all(
             q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu, state_dtype,
-            chunk_size, auto_cp, window, out,
+            chunk_size, auto_cp, window, out, state_indices, checkpoint_every, final_state_out,
         )  # fmt: skip
         if len(_calls) >= _MAX_CACHED_CALLS:
             _calls.clear()
         _calls[key] = call
     if q.is_cuda:
         # Addresses are no part of the content, so they are looked at in every call.
-        for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-            if x is not None and x.data_ptr() % ALIGNMENT_BYTES:
-                refuse_alignment(name, x)
-    return call if cu_seqlens is None else _with_cu_seqlens(call, cu_seqlens)
-
-
-def _with_cu_seqlens(call: Call, cu_seqlens: torch.Tensor) -> Call:
-    # Not dataclasses.replace: setting nineteen frozen fields again costs more than all of a repeated validation.
-    copy = object.__new__(Call)
-    copy.__dict__.update(call.__dict__, cu_seqlens=cu_seqlens)
-    return copy
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        for x in (initial_state, out, final_state_out):
+            if x is not None:
+                addresses |= x.data_ptr()
+        if addresses % ALIGNMENT_BYTES:
+            refuse_alignment(q=q, k=k, v=v, initial_state=initial_state, out=out, final_state_out=final_state_out)
+    return call
 
 
 def _traits(x: torch.Tensor) -> tuple:
@@ -191,12 +218,16 @@ def _check_index_vector(name: str, x: torch.Tensor) -> None:
 
 def _check_all(
     q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu, state_dtype, chunk_size,
-    auto_cp, window, out,
+    auto_cp, window, out, state_indices, checkpoint_every, final_state_out,
 ) -> Call:  # fmt: skip
-    """Every check that depends on content only, and the `Call` (without its tensor) that they earn."""
-    require_tensors(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, out=out)
+    """Every check that depends on content only, and the `Call` that they earn."""
+    optional = dict(
+        initial_state=initial_state, cu_seqlens=cu_seqlens, out=out, state_indices=state_indices,
+        final_state_out=final_state_out,
+    )  # fmt: skip
+    require_tensors(q=q, k=k, v=v, g=g, beta=beta, **optional)
     check_shapes(q, k, v, g, beta)
-    check_devices_and_dtypes(q, k, v, g, beta, initial_state, cu_seqlens, out)
+    check_devices_and_dtypes(q, k, v, g, beta, **optional)
     batch, tokens, heads, dim_k = q.shape
     value_heads, dim_v = v.shape[2:]
     kind = q.device.type
@@ -205,13 +236,22 @@ def _check_all(
     else:
         sequences = cu_seqlens.numel() - 1
         check_lengths(batch, tokens, cu)
-    default_state = torch.float64 if q.dtype == torch.float64 else torch.float32
-    state_dtype = default_state if state_dtype is None else state_dtype
+    if state_dtype is None:
+        state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if state_indices is not None and initial_state is not None:
+            state_dtype = initial_state.dtype  # a pool is written in place
     check_state_dtype(state_dtype, kind)
-    if initial_state is not None:
-        check_initial_state(initial_state, sequences, value_heads, dim_k, dim_v, state_v_first, state_dtype)
+    dims = (value_heads, dim_v, dim_k) if state_v_first else (value_heads, dim_k, dim_v)
+    if state_indices is not None:
+        check_pool(initial_state, state_indices, sequences, dims, state_dtype, final_state_out)
+    elif initial_state is not None:
+        check_initial_state(initial_state, (sequences, *dims), state_v_first, state_dtype)
     if out is not None:
         check_out(out, v)
+    if final_state_out is not None:
+        check_final_state_out(final_state_out, (sequences, *dims), state_dtype, output_final_state)
+    if checkpoint_every is not None:
+        check_checkpoint_every(checkpoint_every, cu)
     check_flags(scale, chunk_size, auto_cp, window)
     return Call(
         batch=batch,
@@ -232,4 +272,6 @@ def _check_all(
         auto_cp=auto_cp,
         window=window,
         cu_host=cu,
+        has_pool=state_indices is not None,
+        checkpoint_every=checkpoint_every,
     )

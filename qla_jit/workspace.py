@@ -1,0 +1,107 @@
+"""Memory that calls use again: the intermediates of the kernels, kept by the caller instead of allocated per call."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import launch
+from .config import CHUNK_SIZES, OpConfig, Problem
+from .errors import InputError
+
+#: Shape and dtype of each tensor.
+Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+_ALIGNMENT_BYTES = 256  # what torch's allocator gives every tensor
+_MAX_CACHED_VIEWS = 256
+
+
+class Workspace:
+    """A buffer on one card that grows to the largest call and never shrinks; empty at first.
+
+    One workspace serves the calls of one stream, one after another, whatever their configs: calls on two streams that
+    share one would overwrite each other's intermediates.  Give every stream its own.
+
+    A CUDA graph that was captured with a workspace reads it in every replay, so the workspace must outlive the graph,
+    and replays belong to the workspace's stream.  Buffers that were outgrown after a capture are kept for its sake;
+    `reserve` before the first capture keeps that from happening.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+        self._views: dict[tuple[Layout, torch.device], tuple[torch.Tensor, ...]] = {}
+        self._captured: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer in use."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def reserve(self, config: OpConfig, tokens: int, sequences: int, device: torch.device | str = "cuda") -> None:
+        """Grow to `workspace_bytes` of the largest call expected; "cuda" is torch's current card."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._grow(workspace_bytes(config, tokens, sequences), device)
+
+    def take(self, layout: Layout, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Tensors of these shapes and dtypes, side by side in the buffer, with the content of an earlier call.
+
+        Raises InputError on another device than that of earlier calls.
+        """
+        found = self._views.get((layout, device))
+        if found is None:
+            self._grow(_num_bytes(layout), device)
+            if len(self._views) >= _MAX_CACHED_VIEWS:
+                self._views.clear()
+            found = self._views[layout, device] = _carve(self._buffer, layout)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if not any(kept is self._buffer for kept in self._captured):
+                self._captured.append(self._buffer)
+        return found
+
+    def _grow(self, num_bytes: int, device: torch.device) -> None:
+        if self._buffer is not None:
+            if self._buffer.device != device:
+                raise InputError(
+                    f"`workspace.device == q.device` must hold, but got {self._buffer.device} and {device}; "
+                    "make a Workspace per card and stream."
+                )
+            if self._buffer.numel() >= num_bytes:
+                return
+        self._views.clear()
+        self._buffer = None  # freed first, so that both need not fit
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def intermediates(problem: Problem, tokens: int, sequences: int) -> Layout:
+    """``a`` and ``log_gates`` of the kernels (`launch`) for ``tokens`` tokens in all of ``sequences`` sequences."""
+    shape = launch.inverse_shape(problem, tokens, sequences)
+    return (shape, launch.torch_dtype(problem.dtype)), (shape[:3], torch.float32)
+
+
+def workspace_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
+    """Bytes that a call on ``tokens`` tokens in all of ``sequences`` sequences takes from its workspace, at most.
+
+    Per value head and slot, of which there are ``tokens // 64 + sequences``: 64 · 64 elements of q's dtype and 64 fp32
+    gates; 8.25 KiB per slot and value head for bf16 and chunks of 64.
+    """
+    return max(_num_bytes(intermediates(config.problem("fused_forward", c), tokens, sequences)) for c in CHUNK_SIZES)
+
+
+def _num_bytes(layout: Layout) -> int:
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _carve(buffer: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    parts, first = [], 0
+    for shape, dtype in layout:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        parts.append(buffer[first : first + num_bytes].view(dtype).view(shape))
+        first += _aligned(num_bytes)
+    return tuple(parts)
