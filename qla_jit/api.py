@@ -5,7 +5,9 @@ CPU tensors run the fp32 chunk form; CUDA tensors run the kernels (`dispatch`, i
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -134,17 +136,22 @@ def chunk_gated_delta_rule(
             "no input may require a gradient, for there is no backward kernel yet, but one does; "
             'pass backward="chunk_form" (slow, PyTorch), or call under torch.no_grad().'
         )
-    from .dispatch import forward_cuda
-
     if g.dtype != torch.float32 or not g.is_contiguous():
         g = g.float().contiguous()
     if beta.dtype != torch.float32 or not beta.is_contiguous():
         beta = beta.float().contiguous()
     if initial_state is not None and initial_state.dtype != call.state_dtype:
         initial_state = initial_state.to(call.state_dtype)  # only ever widens: `validate` refused the rest
-    return forward_cuda(
+    return _forward_cuda()(
         call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace
     )
+
+
+@functools.cache
+def _forward_cuda() -> Callable:
+    from .dispatch import forward_cuda
+
+    return forward_cuda
 
 
 def _refuse_with_gradients(**written) -> None:

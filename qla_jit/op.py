@@ -132,6 +132,8 @@ class CompiledOp:
             final = initial_state
         elif final_state_out is not None:
             final = final_state_out
+        elif initial_state is not None:
+            final = torch.empty_like(initial_state)
         else:
             shape = launch.state_shape(self._problem, sequences)
             final = torch.empty(shape, dtype=self._state_dtype, device=device)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qla_jit
-from qla_jit import chunk_gated_delta_rule, validate
+from qla_jit import api, chunk_gated_delta_rule, validate
 from qla_jit.errors import GradientError, InputError, UnsupportedError
 from qla_jit.numerics import make_inputs, relative_error
 from qla_jit.reference import recurrent_reference
@@ -182,7 +181,7 @@ def launched(monkeypatch):
         calls.append((call, *tensors))
         return tensors[2], None
 
-    monkeypatch.setitem(sys.modules, "qla_jit.dispatch", SimpleNamespace(forward_cuda=forward_cuda))
+    monkeypatch.setattr(api, "_forward_cuda", lambda: forward_cuda)
     monkeypatch.setattr(validate, "ALIGNMENT_BYTES", 1)  # fake tensors have no address
     with FakeTensorMode():
         yield calls
