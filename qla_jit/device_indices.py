@@ -55,7 +55,7 @@ def ramp(size: int, device: torch.device) -> torch.Tensor:
         return found
     base = _ramps.get(device)
     if base is None or base.numel() < size:
-        if _is_capturing(device):
+        if is_capturing(device):
             return torch.arange(size, dtype=torch.int32, device=device)
         base = _ramps[device] = _make_ramp(max(_MIN_RAMP, 1 << (size - 1).bit_length()), device)
     # Views keep the memory of outgrown ramps, which captured graphs may read.
@@ -76,7 +76,7 @@ def _make_ramp(size: int, device: torch.device) -> torch.Tensor:
 
 def _keep(content: tuple, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """``make()``, once per content, device and stream; anew while a graph is captured."""
-    if _is_capturing(device):
+    if is_capturing(device):
         return make()
     key = (content, device, _stream(device))
     found = _kept.get(key)
@@ -89,7 +89,8 @@ def _keep(content: tuple, device: torch.device, make: Callable[[], torch.Tensor]
     return made
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
+    """Whether torch's current stream records a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from . import launch
+from . import activation, launch
 from .config import CHUNK_SIZES, OpConfig, Problem
+from .device_indices import is_capturing
 from .errors import InputError
 
 #: Shape and dtype of each tensor.
@@ -56,9 +57,8 @@ class Workspace:
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
             found = self._views[layout, device] = _carve(self._buffer, layout)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if not any(kept is self._buffer for kept in self._captured):
-                self._captured.append(self._buffer)
+        if is_capturing(device) and not any(kept is self._buffer for kept in self._captured):
+            self._captured.append(self._buffer)
         return found
 
     def _grow(self, num_bytes: int, device: torch.device) -> None:
@@ -84,10 +84,14 @@ def intermediates(problem: Problem, tokens: int, sequences: int) -> Layout:
 def workspace_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
     """Bytes that a call on ``tokens`` tokens in all of ``sequences`` sequences takes from its workspace, at most.
 
-    Per value head and slot, of which there are ``tokens // 64 + sequences``: 64 · 64 elements of q's dtype and 64 fp32
+    An upper bound where config.activation is set: not every call asks for everything.  Per value head and slot, of which there are ``tokens // 64 + sequences``: 64 · 64 elements of q's dtype and 64 fp32
     gates; 8.25 KiB per slot and value head for bf16 and chunks of 64.
     """
-    return max(_num_bytes(intermediates(config.problem("fused_forward", c), tokens, sequences)) for c in CHUNK_SIZES)
+    layouts = [intermediates(config.problem("fused_forward", c), tokens, sequences) for c in CHUNK_SIZES]
+    activated = ()
+    if config.activation:
+        activated = activation.outputs(config.problem("input_activation"), activation.ALL_MODES, tokens)
+    return max(_num_bytes(layout + activated) for layout in layouts)
 
 
 def _num_bytes(layout: Layout) -> int:

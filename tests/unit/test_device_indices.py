@@ -17,7 +17,7 @@ def empty_caches(monkeypatch):
 
 @pytest.fixture
 def capturing(monkeypatch):
-    monkeypatch.setattr(device_indices, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(device_indices, "is_capturing", lambda device: True)
 
 
 def bounds(batch=1, tokens=70, cu=None):
@@ -65,7 +65,7 @@ def test_the_cache_is_bounded(monkeypatch):
 
 def test_a_graph_neither_keeps_nor_reads_what_is_kept(monkeypatch):
     eager = bounds(batch=2)
-    monkeypatch.setattr(device_indices, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(device_indices, "is_capturing", lambda device: True)
     captured = bounds(batch=2)
     assert torch.equal(eager, captured) and eager is not captured
     bounds(batch=3)

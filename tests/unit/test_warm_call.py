@@ -1,0 +1,164 @@
+"""A repeated call on a pretended card: CPU tensors take the way of CUDA tensors, to kernels that record their arguments."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qla_jit import Workspace, chunk_gated_delta_rule, dispatch, launch, op, validate
+from qla_jit.errors import InputError, UnsupportedError
+from qla_jit.numerics import make_inputs
+
+H, HV, K, V = 2, 4, 64, 128
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What each kernel was given, by name of the kernel and the argument."""
+    seen = []
+
+    def load(artifact):
+        name = artifact.spec.problem.kernel
+        return lambda *args: seen.append((name, dict(zip(launch.ARGUMENTS[name], args, strict=True))))
+
+    monkeypatch.setattr(op.build, "ensure", lambda spec, store: SimpleNamespace(spec=spec, report={}))
+    monkeypatch.setattr(op.runtime, "load", load)
+    monkeypatch.setattr(dispatch, "_arch_name", lambda index: "sm90")
+    monkeypatch.setattr(dispatch, "_has_several_cards", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(validate.Call, "runs_kernels", property(lambda call: not call.is_empty))
+    monkeypatch.setattr(validate, "_calls", {})
+    dispatch.compiled.cache_clear()
+    yield seen
+    dispatch.compiled.cache_clear()
+
+
+def fused(launches) -> dict:
+    return [given for name, given in launches if name == "fused_forward"][-1]
+
+
+def call(lengths=(70, 5, 130), batch=None, **kwargs):
+    """Arguments of a ragged call, or of a dense one of ``batch`` sequences of 70 tokens."""
+    x = make_inputs(lengths if batch is None else (70,) * batch, H, HV, K, V)
+    tokens = [t if batch is None else t.view(batch, 70, *t.shape[2:]) for t in x.tokens]
+    given = dict(zip(("q", "k", "v", "g", "beta"), tokens)) | dict(output_final_state=True)
+    if batch is None:
+        given |= dict(cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=list(x.cu_host))
+    return given | kwargs
+
+
+def count(monkeypatch, module, name):
+    """How often a function ran."""
+    calls, real = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(name) or real(*args, **kwargs))
+    return calls
+
+
+@pytest.mark.parametrize("batch", [None, 1, 3])
+def test_only_the_first_call_of_a_signature_pays_for_checks_and_choices(launches, monkeypatch, batch):
+    checks = count(monkeypatch, validate, "_check_all")
+    configs = count(monkeypatch, dispatch, "config_of")
+    choices = count(monkeypatch, op.CompiledOp, "choose")
+    for _ in range(3):
+        chunk_gated_delta_rule(**call(batch=batch))
+    assert (len(checks), len(configs), len(choices)) == (1, 1, 1)
+    assert len(launches) == 6
+    chunk_gated_delta_rule(**call((70, 6, 129)))
+    assert len(checks) == 2
+
+
+def test_a_warmed_signature_lets_no_malformed_call_through(launches):
+    """Every flag and tensor that the checks refuse is refused after an equal-looking good call, too."""
+    every, pool = 64, torch.zeros(5, HV, K, V)
+    good = call(
+        scale=1.0, auto_cp=True, checkpoint_every=every, initial_state=pool, state_indices=torch.tensor([0, 1, 4])
+    )
+    chunk_gated_delta_rule(**good)
+    launches.clear()
+    bad = {
+        "auto_cp": 1,
+        "checkpoint_every": 64.0,
+        "scale": torch.tensor(1.0),
+        "q": good["q"][..., :32],
+        "k": good["k"].float(),
+        "g": good["g"][:, :-1],
+        "beta": None,
+        "initial_state": pool.mT,
+        "state_indices": torch.tensor([0, 1]),
+        "state_dtype": torch.bfloat16,
+        "final_state_out": torch.empty(3, HV, K, V),
+        "out": torch.empty_like(good["v"], dtype=torch.float32),
+        "cu_seqlens_cpu": [0, 70, 76, 205],
+        "workspace": "mine",
+    }
+    for name, value in bad.items():
+        for _ in range(2):
+            with pytest.raises((InputError, UnsupportedError)):
+                chunk_gated_delta_rule(**good | {name: value})
+        chunk_gated_delta_rule(**good)
+    assert len(launches) == 2 * len(bad)
+
+
+class Allocations(TorchDispatchMode):
+    """Names of the operations that make memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_with_workspace_and_outputs_given_nothing_is_allocated(launches):
+    given = call(initial_state=torch.zeros(3, HV, K, V))
+    given |= dict(out=torch.empty_like(given["v"]), final_state_out=torch.empty(3, HV, K, V), workspace=Workspace())
+    chunk_gated_delta_rule(**given)
+    before = fused(launches)
+    with Allocations() as seen:
+        o, final = chunk_gated_delta_rule(**given)
+    assert not seen.names
+    assert o is given["out"] and final is given["final_state_out"] is fused(launches)["final"]
+    for name in ("a", "log_gates"):
+        assert fused(launches)[name] is before[name]
+    with Allocations() as seen:
+        chunk_gated_delta_rule(**call(initial_state=torch.zeros(3, HV, K, V)) | dict(workspace=given["workspace"]))
+    assert [name for name in seen.names if "empty" in name] == ["aten.empty_like.default"] * 2  # o and the final state
+
+
+def test_final_states_may_be_written_over_the_initial_ones(launches):
+    state = torch.zeros(3, HV, K, V)
+    _, final = chunk_gated_delta_rule(**call(initial_state=state, final_state_out=state))
+    assert final is state is fused(launches)["initial"] is fused(launches)["final"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("output", [True, False])
+def test_a_pool_goes_to_the_kernel_with_its_rows(launches, dtype, output):
+    pool, rows = torch.zeros(7, HV, K, V, dtype=torch.bfloat16), torch.tensor([5, -1, 0], dtype=dtype)
+    given = call(initial_state=pool, state_indices=rows, output_final_state=output)
+    _, final = chunk_gated_delta_rule(**given)
+    seen = fused(launches)
+    assert seen["initial"] is pool and seen["has_initial"] == 1 and seen["has_final"] == int(output)
+    assert seen["state_rows"].dtype == torch.int32 and seen["state_rows"].tolist() == [5, -1, 0]
+    assert (final is pool is seen["final"]) if output else final is None
+
+
+def test_without_a_pool_states_lie_in_the_order_of_the_sequences(launches):
+    _, final = chunk_gated_delta_rule(**call())
+    assert fused(launches)["state_rows"].tolist() == [0, 1, 2] and final.shape == (3, HV, K, V)
+
+
+def test_checkpoints_have_a_row_per_whole_interval(launches):
+    o, final, checkpoints = chunk_gated_delta_rule(**call((70, 300, 5, 128), checkpoint_every=128))
+    seen = fused(launches)
+    assert checkpoints is seen["checkpoints"] and checkpoints.shape == (3, HV, K, V)
+    assert seen["checkpoint_rows"].tolist() == [0, 0, 2, 2] and seen["chunks_per_checkpoint"] == 2
+    *_, checkpoints = chunk_gated_delta_rule(**call((70, 300), checkpoint_every=512, state_v_first=True))
+    assert checkpoints.shape == (0, HV, V, K) and fused(launches)["chunks_per_checkpoint"] == 0
+    *_, checkpoints = chunk_gated_delta_rule(**call(batch=3, checkpoint_every=64, state_dtype=torch.bfloat16))
+    assert checkpoints.shape == (3, HV, K, V) and checkpoints.dtype == torch.bfloat16
+    assert fused(launches)["checkpoint_rows"].tolist() == [0, 1, 2]
