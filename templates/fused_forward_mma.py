@@ -154,14 +154,12 @@ def prim_func(problem: Problem, schedule: Schedule):
                 for r, c in T.Parallel(C, DVT):
                     v_s[r, c] = v[T.min(token0 + i * C + r, last), head, dv0 + c]
                 T.copy(a[slot0 + i, head, :, :], a_s)
-                for r, c in T.Parallel(C // 2, C // 2):  # unspecified in memory
-                    a_s[r, C // 2 + c] = 0
                 T.copy(log_gates[slot0 + i, head, :], gate_s)
 
                 # (Ã∘Γ) and scale tril(Q Kᵀ)∘Γ
                 T.copy(a_s, square)
-                for r, c in T.Parallel(C, C):
-                    square[r, c] *= T.if_then_else(r >= c, T.exp2(gate_s[r] - gate_s[c]), 0.0)
+                for r, c in T.Parallel(C, C):  # a quarter above the diagonal may hold anything
+                    square[r, c] = T.if_then_else(r >= c, square[r, c] * T.exp2(gate_s[r] - gate_s[c]), 0.0)
                 T.copy(square, t_s)
                 T.gemm(q_s, k_s, square, transpose_B=True, clear_accum=True)
                 for r, c in T.Parallel(C, C):

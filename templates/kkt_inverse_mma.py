@@ -18,7 +18,7 @@ PARAMETERS = (Parameter("threads", (64, 128), 128, "threads per CTA; the substit
 
 
 def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
-    return (Role("inverse", schedule["threads"] // 32, 128, "the whole chunk"),)
+    return (Role("inverse", schedule["threads"] // 32, 144, "the whole chunk"),)
 
 
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
