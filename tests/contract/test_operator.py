@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from qla_jit import chunk_gated_delta_rule
+from qla_jit import Workspace, chunk_gated_delta_rule
 from qla_jit.chunk_form import chunk_form
 from qla_jit.errors import GradientError
 from qla_jit.numerics import GPU_TOLERANCE, Inputs, make_inputs, relative_error, tolerance
@@ -185,6 +185,80 @@ def test_out_receives_o(device):
     out = torch.full_like(x.v, float("nan"))
     o, _ = run(KEY, x, out=out)
     assert o.data_ptr() == out.data_ptr() and torch.equal(out, run(KEY, x)[0])
+
+
+def test_final_state_out_receives_the_state_and_may_be_the_initial_one(device):
+    x = inputs(KEY, LENGTHS["ragged"], device)
+    want_o, want_state = run(KEY, x, x.initial_state)
+    place = torch.full_like(x.initial_state, float("nan"))
+    o, state = run(KEY, x, x.initial_state, final_state_out=place)
+    assert state is place and torch.equal(o, want_o) and torch.equal(state, want_state)
+    place = x.initial_state.clone()
+    o, state = run(KEY, x, place, final_state_out=place, workspace=Workspace())
+    assert state is place and torch.equal(o, want_o) and torch.equal(state, want_state)
+
+
+POOL_KEYS = (KEYS[1], KEYS[2], KEYS[3], KEYS[6])
+
+
+@pytest.mark.parametrize("key", POOL_KEYS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_pool_is_read_and_written_at_the_rows_of_the_sequences(device, key, dtype):
+    """Rows in any order; a negative one starts from zero and writes nothing; other rows keep their bits."""
+    x = inputs(key, (70, 5, 0, 130, 64, 0), device)
+    rows = torch.tensor([6, -1, 2, 0, -7, -1], dtype=dtype, device=device)
+    states = stored_state(key, x)
+    states[rows < 0] = 0
+    want_o, want_state = run(key, x, states)
+    pool = torch.full((8, *states.shape[1:]), float("nan"), dtype=states.dtype, device=device)
+    pool[rows[rows >= 0].long()] = states[rows >= 0]
+    read_only = pool.clone()
+    o, none = chunk_gated_delta_rule(
+        *x.tokens, initial_state=read_only, state_indices=rows, cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_host,
+        state_v_first=key.state_v_first,
+    )  # fmt: skip
+    assert none is None and torch.equal(o, want_o) and torch.equal(read_only.isnan(), pool.isnan())
+    assert torch.equal(read_only.nan_to_num(), pool.nan_to_num())
+    o, state = run(key, x, pool, state_indices=rows)
+    assert state is pool and torch.equal(o, want_o)
+    assert torch.equal(pool[[6, 2, 0]], want_state[[0, 2, 3]])
+    assert pool[[1, 3, 4, 5, 7]].isnan().all()
+
+
+def test_a_pool_without_tokens_is_left_as_it_is(device):
+    x = inputs(KEY, (0, 0), device)
+    pool = torch.randn(3, *x.initial_state.shape[1:], device=device)
+    before = pool.clone()
+    o, state = run(KEY, x, pool, state_indices=torch.tensor([2, -1], device=device))
+    assert o.shape == x.v.shape and state is pool and torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("key", POOL_KEYS, ids=str)
+@pytest.mark.parametrize("every", [64, 128, 1024])
+def test_checkpoints_are_the_states_after_whole_intervals(device, key, every):
+    lengths = (70, 0, 330, 63, 64, 256, 1)
+    x = inputs(key, lengths, device)
+    initial = stored_state(key, x)
+    o, state, checkpoints = run(key, x, initial, checkpoint_every=every)
+    want_o, want_state = run(key, x, initial)
+    assert torch.equal(o, want_o) and torch.equal(state, want_state)
+    want = []
+    for n, length in enumerate(lengths):
+        for end in range(every, length + 1, every):
+            cut = [t[:, x.cu_host[n] : x.cu_host[n] + end] for t in x.tokens]
+            want.append(recurrent_reference(*cut, initial_state=initial[n : n + 1], state_v_first=key.state_v_first)[1])
+    assert checkpoints.shape == (len(want), *state.shape[1:]) and checkpoints.dtype == key.state_dtype
+    if want:
+        limit = CPU_TOLERANCE[key.state_dtype] + (GPU_TOLERANCE[key.dtype] if o.is_cuda else 0)
+        assert relative_error(checkpoints, torch.cat(want)) < limit
+
+
+def test_checkpoints_of_a_dense_batch_need_no_lengths(device):
+    x = inputs(KEY, (130, 130), device)
+    rows = [t.reshape(2, 130, *t.shape[2:]) for t in x.tokens]
+    *_, want = run(KEY, x, checkpoint_every=64)
+    o, state, checkpoints = chunk_gated_delta_rule(*rows, checkpoint_every=64)
+    assert state is None and checkpoints.shape[0] == 4 and torch.equal(checkpoints, want)
 
 
 def test_no_tokens(device):

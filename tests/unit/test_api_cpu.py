@@ -114,6 +114,44 @@ def test_out_is_written_and_refused_with_gradients():
         chunk_gated_delta_rule(*x.tokens, out=out)
 
 
+def test_states_written_in_place_are_refused_with_gradients():
+    x = small((70, 5))
+    tokens, rows = (x.q.requires_grad_(), *x.tokens[1:]), torch.tensor([1, 0])
+    for name, kwargs in (
+        ("final_state_out", dict(final_state_out=torch.empty_like(x.initial_state))),
+        ("state_indices", dict(initial_state=x.initial_state, state_indices=rows)),
+    ):
+        kwargs |= dict(cu_seqlens=x.cu_seqlens, output_final_state=True)
+        with pytest.raises(GradientError, match=f"{name} is None"):
+            chunk_gated_delta_rule(*tokens, **kwargs)
+        with torch.no_grad():
+            chunk_gated_delta_rule(*tokens, **kwargs)
+
+
+def test_rows_outside_the_pool_are_refused():
+    x = small((70, 5))
+    with pytest.raises(InputError, match="row 2 of a pool of 2 states"):
+        chunk_gated_delta_rule(
+            *x.tokens, cu_seqlens=x.cu_seqlens, initial_state=x.initial_state, state_indices=torch.tensor([0, 2])
+        )
+
+
+def test_gradients_flow_through_checkpoints():
+    x = small((130, 3), dtype=torch.float64)
+    leaves = [t.double().requires_grad_() for t in (*x.tokens, x.initial_state)]
+    *_, checkpoints = chunk_gated_delta_rule(
+        *leaves[:5], initial_state=leaves[5], cu_seqlens=x.cu_seqlens, checkpoint_every=64
+    )
+    got = torch.autograd.grad(checkpoints.sin().sum(), leaves, allow_unused=True)
+    total = 0
+    for end in (64, 128):
+        _, s = recurrent_reference(*(t[:, :end] for t in leaves[:5]), initial_state=leaves[5][:1])
+        total = total + s.sin().sum()
+    want = torch.autograd.grad(total, leaves, allow_unused=True)
+    for a, b in zip(got[1:], want[1:]):  # no state depends on q
+        assert b.abs().max() > 0 and relative_error(a, b) < 1e-9
+
+
 def test_padding_past_the_last_sequence_is_zero_and_harmless():
     x = small((40, 24))
     want_o, want_s = chunk_gated_delta_rule(*x.tokens, cu_seqlens=x.cu_seqlens, output_final_state=True)

@@ -59,6 +59,7 @@ def test_no_tokens_are_recognised(lengths):
     assert validate(**arguments(batch=0)).is_empty
 
 
+POOL = dict(initial_state=torch.zeros(5, HV, K, V))
 MALFORMED = {
     "q.shape == [B, T, H, K]": dict(q=torch.zeros(T, H, K)),
     "q.shape == k.shape": dict(k=torch.zeros(B, T, H + 1, K)),
@@ -85,6 +86,29 @@ MALFORMED = {
     '`window == "exact" or': dict(window=2.0),
     "flags and lengths must be plain values": dict(window=["exact"]),
     "out is contiguous and like v": dict(out=torch.zeros(B, T, HV, V)),
+    "output_final_state with final_state_out": dict(final_state_out=torch.zeros(B, HV, K, V)),
+    "final_state_out is contiguous, [1, 4, 64, 128]": dict(
+        final_state_out=torch.zeros(B, HV, V, K).mT, output_final_state=True
+    ),
+    "final_state_out.device == q.device": dict(final_state_out=torch.zeros(B, HV, K, V, device="meta")),
+    "initial_state is not None with state_indices": dict(state_indices=cu(0)),
+    "state_indices is a torch.Tensor": dict(state_indices=[0], initial_state=torch.zeros(B, HV, K, V)),
+    "state_indices is a contiguous int32 or int64 tensor of shape [N]": dict(state_indices=cu(0, 1)) | POOL,
+    "shape (1,) of torch.float32, N=1": dict(state_indices=torch.zeros(1)) | POOL,
+    "initial_state.shape == [P, 4, 64, 128], P >= 1": dict(state_indices=cu(0), initial_state=torch.zeros(0, HV, K, V)),
+    "initial_state.shape == [P, 4, 128, 64]": dict(state_indices=cu(0), state_v_first=True) | POOL,
+    "initial_state.dtype == state_dtype with state_indices": dict(state_indices=cu(0), state_dtype=torch.bfloat16)
+    | POOL,
+    "initial_state.is_contiguous() with state_indices": dict(
+        state_indices=cu(0), initial_state=torch.zeros(5, HV, V, K).mT
+    ),
+    "final_state_out is None with state_indices": dict(
+        state_indices=cu(0), final_state_out=torch.zeros(B, HV, K, V), output_final_state=True
+    )
+    | POOL,
+    "checkpoint_every % 64 == 0": dict(checkpoint_every=96),
+    "checkpoint_every=0": dict(checkpoint_every=0),
+    "checkpoint_every=64.0": dict(checkpoint_every=64.0),
     "batch == 1 with cu_seqlens": arguments(batch=2) | dict(cu_seqlens=cu(0, T)),
     "cu_seqlens is a torch.Tensor": dict(cu_seqlens=[0, T]),
     "cu_seqlens is not None when cu_seqlens_cpu is given": dict(cu_seqlens_cpu=[0, T]),
@@ -199,3 +223,28 @@ def test_a_repeated_call_is_cheap():
         times.append((time.perf_counter() - start) / 100)
     # Measured 6 to 13 us; the bound leaves room for a busy machine, not for the 60 us of the checks themselves.
     assert min(times) * 1e6 < 40
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_pools_and_checkpoints_on_a_card(fake_card, monkeypatch):
+    def pool(dtype):
+        rows = torch.zeros(1, dtype=torch.int64, device="cuda")
+        return dict(state_indices=rows, initial_state=torch.zeros(9, HV, K, V, dtype=dtype, device="cuda"))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        call = validate(**on_card(), **pool(dtype))
+        assert call.has_pool and call.state_dtype == dtype and call.num_sequences == 1
+    with pytest.raises(UnsupportedError, match="state_dtype in"):
+        validate(**on_card(), **pool(torch.float16))
+    lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
+    call = validate(**on_card(), cu_seqlens=lengths, cu_seqlens_cpu=[0, 5, T], checkpoint_every=64)
+    assert call.checkpoint_every == 64 and call.num_checkpoints == 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InputError, match="checkpoint_every during a CUDA graph capture"):
+        validate(**on_card(), cu_seqlens=lengths, checkpoint_every=64)
+
+
+def test_flags_equal_but_of_another_type_are_not_a_repeated_call():
+    validate(**arguments(), scale=1.0, auto_cp=True)
+    with pytest.raises(InputError, match="auto_cp is a bool"):
+        validate(**arguments(), scale=1.0, auto_cp=1)

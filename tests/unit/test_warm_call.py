@@ -1,4 +1,4 @@
-"""A repeated call on a pretended card: CPU tensors take the way of CUDA tensors, to kernels that record their arguments."""
+"""Repeated calls on a pretended card: CPU tensors take the way of CUDA tensors, to kernels that record arguments."""
 
 from types import SimpleNamespace
 
