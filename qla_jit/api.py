@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from . import state_pool
+from .activation import CAST, Activation
 from .argument_checks import check_gate_parameters
 from .chunk_form import chunk_form
 from .errors import GradientError, InputError, UnsupportedError
@@ -20,7 +20,6 @@ from .state_checks import check_pool_rows
 from .validate import Call, validate
 from .workspace import Workspace
 
-_L2NORM_EPS = 1e-6  # under the square root, as FLA has it
 _BACKWARDS = ("kernel", "chunk_form")
 _OPTIONS = ("use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", "transpose_state_layout", "head_first")
 
@@ -81,7 +80,7 @@ def chunk_gated_delta_rule(
     checkpoint_every: a multiple of 64, in tokens; also return the states after every so many tokens of each sequence.
     Needs lengths on the host, as above.
     workspace: a `Workspace` of this stream, for the intermediates on CUDA.  With it, out and final_state_out or a pool,
-    a call allocates nothing, where gates are fp32 and indices int32.
+    a call allocates nothing, where g and beta are contiguous, A_log and dt_bias fp32 or of q's dtype, indices int32.
     Other keywords, as in FLA: use_gate_in_kernel (g becomes ``−exp(A_log) · softplus(g + dt_bias)``) with A_log and
     dt_bias ``[HV]``; chunk_size 16, 32 or 64, a hint; transpose_state_layout, the deprecated name of state_v_first.
 
@@ -114,36 +113,40 @@ def chunk_gated_delta_rule(
         state_dtype, chunk_size, auto_cp, window, out, state_indices, checkpoint_every, final_state_out,
     )  # fmt: skip
 
-    if use_qk_l2norm_in_kernel:
-        q, k = _l2norm(q), _l2norm(k)
-    if use_beta_sigmoid_in_kernel:
-        beta = _wide(beta).sigmoid() * 2 if allow_neg_eigval else _wide(beta).sigmoid()
-    if gate:
-        g = _activate_gate(g, kwargs.get("A_log"), kwargs.get("dt_bias"), v)
+    activation = None
+    if use_qk_l2norm_in_kernel or use_beta_sigmoid_in_kernel or gate:
+        a_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if gate else (None, None)
+        if gate:
+            check_gate_parameters(a_log, dt_bias, v)
+        beta_scale = (2 if allow_neg_eigval else 1) if use_beta_sigmoid_in_kernel else None
+        activation = Activation(bool(use_qk_l2norm_in_kernel), beta_scale, a_log, dt_bias)
 
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or g.requires_grad or beta.requires_grad
         or (initial_state is not None and initial_state.requires_grad)
+        or (activation is not None and activation.requires_grad)
     )  # fmt: skip
     if needs_grad:
         _refuse_with_gradients(out=out, final_state_out=final_state_out, state_indices=state_indices)
-    if not call.runs_kernels:
+    if not call.runs_kernels or (needs_grad and backward == "chunk_form"):
+        if activation is not None:
+            q, k, g, beta = activation.apply(q, k, g, beta)
         return _run_chunk_form(call, q, k, v, g, beta, initial_state, state_indices, out, final_state_out)
     if needs_grad:
-        if backward == "chunk_form":
-            return _run_chunk_form(call, q, k, v, g, beta, initial_state, state_indices, out, final_state_out)
         raise GradientError(
             "no input may require a gradient, for there is no backward kernel yet, but one does; "
             'pass backward="chunk_form" (slow, PyTorch), or call under torch.no_grad().'
         )
-    if g.dtype != torch.float32 or not g.is_contiguous():
+    if g.dtype == torch.float64 or not g.is_contiguous():
         g = g.float().contiguous()
-    if beta.dtype != torch.float32 or not beta.is_contiguous():
+    if beta.dtype == torch.float64 or not beta.is_contiguous():
         beta = beta.float().contiguous()
+    if activation is None and (g.dtype != torch.float32 or beta.dtype != torch.float32):
+        activation = CAST
     if initial_state is not None and initial_state.dtype != call.state_dtype:
         initial_state = initial_state.to(call.state_dtype)  # only ever widens: `validate` refused the rest
     return _forward_cuda()(
-        call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace
+        call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace, activation
     )
 
 
@@ -209,18 +212,3 @@ def _read_options(kwargs: dict, state_v_first: bool) -> tuple[bool, int, bool]:
         warnings.warn("transpose_state_layout is deprecated; pass state_v_first.", DeprecationWarning, stacklevel=3)
         state_v_first = kwargs["transpose_state_layout"]
     return state_v_first, kwargs.get("chunk_size", 64), bool(kwargs.get("use_gate_in_kernel", False))
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _l2norm(x: torch.Tensor) -> torch.Tensor:
-    wide = _wide(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _L2NORM_EPS)).to(x.dtype)
-
-
-def _activate_gate(g, a_log, dt_bias, v) -> torch.Tensor:
-    check_gate_parameters(a_log, dt_bias, v)
-    g = _wide(g)
-    return -_wide(a_log).exp() * F.softplus(g if dt_bias is None else g + dt_bias)

@@ -30,29 +30,39 @@ def compiled(config: OpConfig) -> CompiledOp:
 
 
 @functools.cache
-def _config(heads: int, value_heads: int, dim_k: int, dim_v: int, dtype, state_dtype, v_first: bool, device: int):
+def _config(heads: int, value_heads: int, dim_k: int, dim_v: int, dtype, state_dtype, v_first, device: int, gates):
     names = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-    return OpConfig(heads, value_heads, dim_k, dim_v, names[dtype], names[state_dtype], v_first, _arch_name(device))
+    gates = {} if gates is None else dict(activation=True, gate_dtype=names[gates[0]], beta_dtype=names[gates[1]])
+    return OpConfig(
+        heads, value_heads, dim_k, dim_v, names[dtype], names[state_dtype], v_first, _arch_name(device), **gates
+    )
 
 
-def config_of(call: Call) -> OpConfig:
-    """The `OpConfig` that a call needs; every kernel it can launch follows from it."""
+def config_of(call: Call, gates: tuple[torch.dtype, torch.dtype] | None = None) -> OpConfig:
+    """The `OpConfig` that a call needs; every kernel it can launch follows from it.
+
+    gates: the dtypes of g and beta where there is something to do to the inputs first.
+    """
     return _config(
         call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v, call.dtype, call.state_dtype,
-        call.state_v_first, call.device.index or 0,
+        call.state_v_first, call.device.index or 0, gates,
     )  # fmt: skip
 
 
 def forward_cuda(
-    call: Call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace
+    call: Call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace, activation
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run a validated call; tensors are ``[B, T, ...]`` and contiguous, g and beta fp32.  Results as the operator's."""
+    """Run a validated call; tensors are ``[B, T, ...]`` and contiguous, g and beta fp32 or narrower.
+
+    activation: an `Activation`, or None where the inputs are as they are meant.  Results as the operator's.
+    """
     if _has_several_cards() and call.device.index != torch.cuda.current_device():
         with torch.cuda.device(call.device):
             return forward_cuda(
-                call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace
-            )
-    op, forward = _operator(call)
+                call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace,
+                activation,
+            )  # fmt: skip
+    op, forward = _operator(call, None if activation is None else (g.dtype, beta.dtype))
     bounds = device_indices.bounds(call, cu_seqlens)
     heads, value_heads, dim_k, dim_v = call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v
     if out is None:
@@ -64,7 +74,7 @@ def forward_cuda(
     _, final = op(
         q.view(-1, heads, dim_k), k.view(-1, heads, dim_k), v.view(-1, value_heads, dim_v), g.view(-1, value_heads),
         beta.view(-1, value_heads), bounds, call.scale, initial_state, call.output_final_state, o, None, state_indices,
-        final_state_out, checkpoints if call.num_checkpoints else None, workspace, forward,
+        final_state_out, checkpoints if call.num_checkpoints else None, workspace, forward, activation,
     )  # fmt: skip
     covered = call.cu_host[-1] if call.cu_host is not None else 0
     if covered < o.shape[0]:
@@ -77,12 +87,13 @@ def _has_several_cards() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def _operator(call: Call) -> tuple[CompiledOp, Callable[..., None]]:
+def _operator(call: Call, gates: tuple[torch.dtype, torch.dtype] | None) -> tuple[CompiledOp, Callable[..., None]]:
     """The operator of a call, and the entry of `fused_forward` for its lengths."""
-    found = call.memo.get("operator")
+    key = "operator", gates
+    found = call.memo.get(key)
     if found is None:
-        op = compiled(config_of(call))
-        found = call.memo["operator"] = op, op.choose(call.cu_host, call.device)
+        op = compiled(config_of(call, gates))
+        found = call.memo[key] = op, op.choose(call.cu_host, call.device)
     return found
 
 

@@ -210,7 +210,7 @@ def _intervals(counts: Sequence[int]) -> list[tuple[int, int]]:
 def _state_after(run: Callable, inputs, sequence: int, tokens: int) -> torch.Tensor:
     """[1, HV, ...] float64: the state of a sequence after its first ``tokens``, by running all sequences cut there."""
     pieces, cu = [], [0]
-    for n, (start, end) in enumerate(zip(inputs.cu_host, inputs.cu_host[1:])):
+    for n, (start, _) in enumerate(zip(inputs.cu_host, inputs.cu_host[1:])):
         length = tokens if n == sequence else 0
         pieces.append(slice(start, start + length))
         cu.append(cu[-1] + length)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from . import build, device_indices, env, launch, plan, runtime
+from .activation import Activation, ActivationKernel, Modes
 from .artifacts import Artifact, ArtifactStore
 from .config import CHUNK_SIZES, FORWARD_KERNELS, OpConfig
 from .db import Database, Match, open_db
@@ -84,7 +85,9 @@ class CompiledOp:
         self._kkt_inverse = kernels["kkt_inverse"].entry
         self._problem = kernels["fused_forward"].spec.problem
         self._state_dtype = launch.torch_dtype(config.state_dtype)
-        self._layouts: dict[tuple[int, int], Layout] = {}
+        found = kernels.get("input_activation")
+        self._activation = found and ActivationKernel(found.spec.problem, found.entry)
+        self._layouts: dict[tuple[int, int, Modes | None], Layout] = {}
         self._absent: dict[torch.device, torch.Tensor] = {}
 
     def __call__(
@@ -105,6 +108,7 @@ class CompiledOp:
         checkpoints: Checkpoints | None = None,
         workspace: Workspace | None = None,
         forward: Callable[..., None] | None = None,
+        activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the kernels on tokens laid end to end; the arguments are not checked (`chunk_gated_delta_rule` does).
 
@@ -113,15 +117,17 @@ class CompiledOp:
         cu_host: the same lengths on the host, which decide between several tuned schedules of `fused_forward`; or
         forward: what `choose` answered for them.
         state_rows: ``[N]`` int32; initial_state is a pool then, and final states go back to it.
+        activation: what is done to q, k, g and beta first; g and beta are in the dtypes of the config then.
         out, final_state_out, checkpoints: where results are written.  workspace: where intermediates are.
         Returns (o ``[T, HV, V]``, final state or None).
         """
         device, sequences = q.device, bounds.shape[0] - 1
-        layout = self._layout(q.shape[0], sequences)
+        modes = None if activation is None else Modes.of(activation, g.dtype, beta.dtype)
+        layout = self._layout(q.shape[0], sequences, modes)
         if workspace is not None:
-            a, log_gates = workspace.take(layout, device)
+            a, log_gates, *activated = workspace.take(layout, device)
         else:
-            a, log_gates = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
+            a, log_gates, *activated = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
         if out is None:
             out = torch.empty_like(v)
         absent = self._absent_state(device)
@@ -145,6 +151,8 @@ class CompiledOp:
             checkpoint_rows, states, every = checkpoints.rows, checkpoints.states, checkpoints.every // self.chunk_size
         if forward is None:
             forward = self.choose(cu_host, device)
+        if activation is not None:
+            q, k, g, beta = self._activation(activation, modes, activated, q, k, g, beta)
         self._kkt_inverse(k, beta, g, bounds, a, log_gates)
         forward(
             q, k, v, a, log_gates, bounds, state_rows, checkpoint_rows, initial, final, states, out,
@@ -173,13 +181,17 @@ class CompiledOp:
             found = self._chosen[cu_host, device] = self.variants[schedule].entry
         return found
 
-    def _layout(self, tokens: int, sequences: int) -> Layout:
-        """Shapes and dtypes of the intermediates."""
-        found = self._layouts.get((tokens, sequences))
+    def _layout(self, tokens: int, sequences: int, modes: Modes | None) -> Layout:
+        """Shapes and dtypes of the intermediates, and of what the activation writes."""
+        key = tokens, sequences, modes
+        found = self._layouts.get(key)
         if found is None:
             if len(self._layouts) >= _MAX_CACHED_CHOICES:
                 self._layouts.clear()
-            found = self._layouts[tokens, sequences] = intermediates(self._problem, tokens, sequences)
+            found = intermediates(self._problem, tokens, sequences)
+            if modes is not None:
+                found += self._activation.outputs(modes, tokens)
+            self._layouts[key] = found
         return found
 
     def _absent_state(self, device: torch.device) -> torch.Tensor:

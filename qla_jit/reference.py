@@ -90,7 +90,8 @@ def input_activation_reference(
     """(q, k, g, beta) as the operator takes them, float64, of any leading dims.
 
     normalize: ``x / sqrt(Σ x² + 1e-6)`` for q and k.  a_log, dt_bias: ``[HV]``; g becomes
-    ``−exp(A_log) ln(1 + exp(g + dt_bias))``.  beta_scale: ``beta_scale · sigmoid(beta)``.  What is None or False is left as it is.
+    ``−exp(A_log) ln(1 + exp(g + dt_bias))``.  beta_scale: beta becomes ``beta_scale · sigmoid(beta)``.  What is None or
+    False is left as it is.
     """
     q, k, g, beta = (x.double() for x in (q, k, g, beta))
     if normalize:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qla_jit
 from qla_jit import api, chunk_gated_delta_rule, validate
+from qla_jit.activation import CAST
 from qla_jit.errors import GradientError, InputError, UnsupportedError
 from qla_jit.numerics import make_inputs, relative_error
 from qla_jit.reference import recurrent_reference
@@ -234,16 +235,44 @@ def on_card(dtype=torch.float32, **changes):
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_kernels_see_fp32_gates_and_one_state_dtype(launched):
+def test_kernels_see_one_state_dtype_and_are_told_to_cast_gates(launched):
     state = torch.zeros(1, 4, 64, 128, dtype=torch.bfloat16, device="cuda")
     given = on_card(torch.bfloat16)
     chunk_gated_delta_rule(**given, initial_state=state)
     chunk_gated_delta_rule(**given, initial_state=state, state_dtype=torch.bfloat16)
     dtypes = (torch.float32, torch.bfloat16)
     for (call, q, _, _, g, beta, _, initial, *rest), dtype in zip(launched, dtypes, strict=True):
-        assert q is given["q"] and rest == [None] * 4
-        assert g.dtype == beta.dtype == torch.float32
+        assert all(x is given[name] for name, x in (("q", q), ("g", g), ("beta", beta)))
+        assert rest == [None] * 4 + [CAST]
         assert initial.dtype == call.state_dtype == dtype
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_kernels_are_told_what_to_do_to_the_inputs_and_do_it(launched):
+    """No PyTorch function touches q and k, nor g and beta unless they are strided or float64."""
+    rates = torch.zeros(4, dtype=torch.bfloat16, device="cuda")
+    flags = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
+    chunk_gated_delta_rule(**on_card(), **flags, use_gate_in_kernel=True, A_log=rates, dt_bias=rates)
+    chunk_gated_delta_rule(**on_card())
+    chunk_gated_delta_rule(**on_card(torch.float64))
+    strided = torch.empty_strided((1, 9, 4), (72, 8, 2), dtype=torch.bfloat16, device="cuda")
+    chunk_gated_delta_rule(**on_card(g=strided), use_beta_sigmoid_in_kernel=True)
+    (all_asked, plain, wide, sigmoid), gates = [c[-1] for c in launched], [c[4] for c in launched]
+    assert (all_asked.normalize, all_asked.beta_scale) == (True, 2)
+    assert all_asked.a_log is rates and all_asked.dt_bias is rates
+    assert plain is wide is None and (sigmoid.normalize, sigmoid.beta_scale, sigmoid.a_log) == (False, 1, None)
+    assert all(g.dtype == torch.float32 and g.is_contiguous() for g in gates)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_a_gradient_of_a_gate_parameter_is_refused_on_a_card(launched):
+    rates = torch.zeros(4, device="cuda", requires_grad=True)
+    with pytest.raises(GradientError, match='backward="chunk_form"'):
+        chunk_gated_delta_rule(**on_card(), use_gate_in_kernel=True, A_log=rates)
+    chunk_gated_delta_rule(**on_card(), A_log=rates)  # not used
+    with torch.no_grad():
+        chunk_gated_delta_rule(**on_card(), use_gate_in_kernel=True, A_log=rates)
+    assert [call[-1] is None for call in launched] == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qla_jit import launch, op
+from qla_jit import Workspace, launch, op, workspace_bytes
+from qla_jit.activation import Activation
 from qla_jit.config import FORWARD_KERNELS, OpConfig
 from qla_jit.db import BestRow, Environment, open_db
 from qla_jit.errors import KernelMissingError
@@ -49,6 +50,31 @@ def test_kernels_run_in_the_order_of_their_data(db, launches):
     assert [name for name, _ in launches] == list(FORWARD_KERNELS)
     for name, args in launches:
         assert len(args) == len(launch.ARGUMENTS[name])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_activated_inputs_go_from_the_first_kernel_to_the_others(db, launches, shared):
+    config = OpConfig(2, 4, 64, 128, activation=True, gate_dtype="bfloat16")
+    compiled, workspace = op.compile(config, db=db), Workspace() if shared else None
+    q, k, v, g, beta = tokens(70)
+    bounds = torch.tensor([0, 5, 70], dtype=torch.int32)
+    activation = Activation(normalize=True, a_log=torch.zeros(4))
+    compiled(q, k, v, g.bfloat16(), beta, bounds, workspace=workspace, activation=activation)
+    assert [name for name, _ in launches] == ["input_activation", *FORWARD_KERNELS]
+    first, inverse, forward = (dict(zip(launch.ARGUMENTS[name], args, strict=True)) for name, args in launches)
+    assert (first["qk_mode"], first["g_mode"], first["beta_mode"]) == (1, 2, 0)
+    assert first["q"] is q and first["k_out"].shape == k.shape and first["k_out"].dtype == k.dtype
+    assert first["g_out"].shape == g.shape and first["g_out"].dtype == torch.float32
+    assert forward["q"] is first["q_out"] and forward["k"] is inverse["k"] is first["k_out"]
+    assert inverse["g"] is first["g_out"] and inverse["beta"] is beta and forward["v"] is v
+    written = [first["q_out"], first["k_out"], first["g_out"], inverse["a"], inverse["log_gates"]]
+    ends = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in written)
+    assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:]))
+    if shared:
+        assert workspace.nbytes <= workspace_bytes(config, 70, 2)
+    launches.clear()
+    compiled(*tokens(70), bounds, workspace=workspace)
+    assert [name for name, _ in launches] == list(FORWARD_KERNELS)
 
 
 def test_workspace_has_a_slot_per_chunk_and_states_the_layout_of_the_config(db, launches):
