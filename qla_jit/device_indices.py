@@ -10,7 +10,6 @@ What one stream writes, another may read too early, or still read when the memor
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -19,7 +18,7 @@ from .validate import Call
 
 _MAX_KEPT = 256
 _MIN_RAMP = 4096
-_kept: OrderedDict[tuple, torch.Tensor] = OrderedDict()
+_kept: dict[tuple, torch.Tensor] = {}
 _ramps: dict[torch.device, torch.Tensor] = {}
 _ramp_views: dict[tuple[torch.device, int], torch.Tensor] = {}
 
@@ -80,13 +79,11 @@ def _keep(content: tuple, device: torch.device, make: Callable[[], torch.Tensor]
         return make()
     key = (content, device, _stream(device))
     found = _kept.get(key)
-    if found is not None:
-        _kept.move_to_end(key)
-        return found
-    made = _kept[key] = make()
-    if len(_kept) > _MAX_KEPT:
-        _kept.popitem(last=False)
-    return made
+    if found is None:
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        found = _kept[key] = make()
+    return found
 
 
 def is_capturing(device: torch.device) -> bool:

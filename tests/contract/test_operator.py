@@ -198,7 +198,7 @@ def test_final_state_out_receives_the_state_and_may_be_the_initial_one(device):
     assert state is place and torch.equal(o, want_o) and torch.equal(state, want_state)
 
 
-POOL_KEYS = (KEYS[1], KEYS[2], KEYS[3], KEYS[6])
+POOL_KEYS = (KEYS[1], KEYS[2], KEYS[3], KEYS[6], KEYS[9])
 
 
 @pytest.mark.parametrize("key", POOL_KEYS, ids=str)

@@ -60,7 +60,7 @@ def test_the_cache_is_bounded(monkeypatch):
     monkeypatch.setattr(device_indices, "_MAX_KEPT", 4)
     for n in range(1, 10):
         bounds(tokens=n)
-    assert len(device_indices._kept) == 4
+        assert len(device_indices._kept) <= 4
 
 
 def test_a_graph_neither_keeps_nor_reads_what_is_kept(monkeypatch):
