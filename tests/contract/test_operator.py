@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from qla_jit import Workspace, chunk_gated_delta_rule
+from qla_jit import Workspace, chunk_gated_delta_rule, device_indices, validate
 from qla_jit.chunk_form import chunk_form
 from qla_jit.errors import GradientError
 from qla_jit.numerics import GPU_TOLERANCE, Inputs, make_inputs, relative_error, tolerance
@@ -308,6 +308,59 @@ def test_200_runs_give_the_same_bits(name):
     for _ in range(200):
         o, state = run(KEY, x, x.initial_state)
         assert torch.equal(o, want_o) and torch.equal(state, want_state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", ["dense", "int32", "int64"])
+def test_a_graph_owns_what_it_reads(lengths):
+    """Pool, checkpoints and workspace in a graph, on new data, after everything that is cached has been evicted."""
+    x, later = (inputs(KEY, (130, 130, 130), "cuda", seed=seed) for seed in (1, 2))
+    rows, pool = torch.tensor([2, -1, 0], device="cuda"), x.initial_state.clone()
+    given = dict(initial_state=pool, state_indices=rows, output_final_state=True, checkpoint_every=64)
+    if lengths == "dense":
+        tokens = [t.view(3, 130, *t.shape[2:]) for t in x.tokens]
+    else:
+        tokens = list(x.tokens)
+        given |= dict(cu_seqlens=x.cu_seqlens.to(getattr(torch, lengths)), cu_seqlens_cpu=x.cu_host)
+
+    workspace, side = Workspace(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        chunk_gated_delta_rule(*tokens, **given, workspace=workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chunk_gated_delta_rule(*tokens, **given, workspace=workspace)
+
+    for t, new in zip((*x.tokens, pool), (*later.tokens, later.initial_state)):
+        t.copy_(new)
+    want = chunk_gated_delta_rule(*tokens, **given | dict(initial_state=pool.clone()))
+    device_indices._kept.clear()
+    validate._calls.clear()
+    for _ in range(100):
+        torch.full((64,), -1, dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        pool.copy_(later.initial_state)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.gpu
+def test_streams_do_not_read_what_another_one_has_yet_to_write():
+    x = inputs(KEY, (70, 70, 70), "cuda")
+    want = run(KEY, x, x.initial_state)
+    device_indices._kept.clear()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second, before anything that this stream makes
+        run(KEY, x, x.initial_state, cu_seqlens=x.cu_seqlens.long())
+    with torch.cuda.stream(second):
+        got = run(KEY, x, x.initial_state, cu_seqlens=x.cu_seqlens.long())
+    second.synchronize()
+    assert not first.query()
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
