@@ -129,6 +129,31 @@ def test_with_workspace_and_outputs_given_nothing_is_allocated(launches):
     assert [name for name in seen.names if "empty" in name] == ["aten.empty_like.default"] * 2  # o and the final state
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_activations_are_one_launch_and_their_results_are_in_the_workspace(launches, asked):
+    """Asked for or not, 16-bit gates are made fp32 by the kernel; no PyTorch function runs."""
+    given = call(initial_state=torch.zeros(3, HV, K, V))
+    given |= dict(out=torch.empty_like(given["v"]), final_state_out=torch.empty(3, HV, K, V), workspace=Workspace())
+    given |= {name: given[name].bfloat16() for name in ("q", "k", "v", "g", "beta", "out")}
+    parameters = dict(A_log=torch.zeros(HV), dt_bias=torch.zeros(HV, dtype=torch.bfloat16))
+    names = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel")
+    given |= dict.fromkeys(names, True) | parameters if asked else {}
+    chunk_gated_delta_rule(**given)
+    launches.clear()
+    with Allocations() as seen:
+        chunk_gated_delta_rule(**given)
+    assert not seen.names
+    assert [name for name, _ in launches] == ["input_activation", "kkt_inverse", "fused_forward"]
+    first, inverse, forward = (arguments for _, arguments in launches)
+    assert [first[f"{name}_mode"] for name in ("qk", "g", "beta")] == ([1, 2, 2] if asked else [0, 1, 1])
+    assert inverse["g"] is first["g_out"] and inverse["beta"] is first["beta_out"]
+    assert forward["q"] is first["q_out"] and forward["k"] is first["k_out"]
+    assert (first["q_out"] is first["q"]) == (not asked)
+    assert first["g_out"].dtype == first["beta_out"].dtype == torch.float32
+    if asked:
+        assert first["a_log"] is parameters["A_log"] and first["dt_bias_half"] is parameters["dt_bias"]
+
+
 def test_final_states_may_be_written_over_the_initial_ones(launches):
     state = torch.zeros(3, HV, K, V)
     _, final = chunk_gated_delta_rule(**call(initial_state=state, final_state_out=state))
