@@ -47,7 +47,6 @@ DEFAULTS = tuple(Kernel(t.name, config(arch)) for t in registry.templates().valu
 #: Variants whose code differs in kind: other dtypes, state layout, split, product order, chunk size.
 VARIANTS = (
     Kernel(FORWARD, config("sm90", dtype="float16", state_dtype="bfloat16", state_v_first=True)),
-    Kernel(FORWARD, config("sm90"), changes=(("query_product", "late"),)),
     Kernel("fused_forward_mma", config("sm120", 64, 64), chunk_size=32),
     Kernel("kkt_inverse_mma", config("sm120", 64), chunk_size=32),
     *(
