@@ -43,6 +43,7 @@ from .picture import draw
 from .progress import ProgressListener
 from .record_commands import export_rows, import_rows, merge_rows
 from .replay import ReplayEvaluator
+from .report_commands import write_report
 from .sweep import Report, run_sweep
 from .worker import Worker
 
@@ -176,5 +177,6 @@ for _name, _verb in {
     "export": export_rows,
     "import": import_rows,
     "merge": merge_rows,
+    "report": write_report,
 }.items():
     app.command(_name)(_verb)
