@@ -63,5 +63,9 @@ class DatabaseError(QlaError, RuntimeError):
     """A tuning database cannot be read, has a foreign schema, or refuses a row."""
 
 
+class OlderSchemaError(DatabaseError):
+    """A tuning database of an older version that may not be written, so not migrated either."""
+
+
 class ReplayMissError(QlaError, LookupError):
     """A recorded sweep was asked for a point that nobody measured."""

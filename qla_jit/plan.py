@@ -1,8 +1,10 @@
 """Which tuned schedule of the fused forward answers a call: the one that the database's measurements predict fastest.
 
-A kernel that walks sequences chunk by chunk takes `rate · steps`: steps is the length, in chunks, of the longest chain
-of work that an SM is given, and the rate comes from the rows of the tuning database.  A schedule that gives a head to
-two CTAs has a lower rate and, on a full card, more steps; where that pays follows from the rows, not from a constant.
+A kernel that walks sequences chunk by chunk takes `a · steps + b · CTAs + c`: steps is the length, in chunks, of the
+longest chain of work that an SM is given.  The three come from a fit of the tuning database (`qla-tune fit`) where it
+has one of every candidate; else the plain rate `a` comes from its best rows and the others are 0.  A schedule that
+gives a head to two CTAs has a lower rate and, on a full card, more steps; where that pays follows from the rows, not
+from a constant.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .config import Problem
-from .db.records import ALL_WORKLOADS, BestRow
+from .db.records import ALL_WORKLOADS, BestRow, CostModel
+from .model.features import num_ctas, steps
 from .registry import select
 from .resources import is_feasible
 from .schedule import Schedule
@@ -21,54 +24,47 @@ from .workload import lengths_of
 
 @dataclass(frozen=True)
 class Option:
-    """A schedule and the measured time of one of its steps in microseconds."""
+    """A schedule and its time in microseconds: of one step, of one CTA, and of a launch whatever it does."""
 
     schedule: Schedule
     us_per_step: float
+    us_per_cta: float = 0.0
+    us_constant: float = 0.0
 
     def predict_us(self, problem: Problem, lengths: Sequence[int], sm_count: int) -> float:
         """Time of the kernel on sequences of ``lengths`` tokens."""
-        return self.us_per_step * steps(problem, self.schedule, lengths, sm_count)
+        depth = steps(problem, self.schedule, lengths, sm_count)
+        ctas = num_ctas(problem, self.schedule, lengths) if self.us_per_cta else 0
+        return self.us_per_step * depth + self.us_per_cta * ctas + self.us_constant
 
 
-def ctas_per_head(schedule: Schedule) -> int:
-    """CTAs that share one (sequence, value head)."""
-    return schedule.params().get("dv_split", 1)
+def options(problem: Problem, rows: Iterable[BestRow], fits: Iterable[CostModel] = ()) -> tuple[Option, ...]:
+    """The schedules that won a workload, and the default they were raced against, each with its fit or its mean rate.
 
-
-def steps(problem: Problem, schedule: Schedule, lengths: Sequence[int], sm_count: int) -> float:
-    """Chunks on the busiest SM: whole waves where all sequences are equally long, else the larger of the longest
-    sequence and an even share of all work."""
-    chunks = [-(-length // problem.chunk_size) for length in lengths if length > 0]
-    if not chunks:
-        return 0.0
-    ctas = problem.num_value_heads * ctas_per_head(schedule)
-    longest = max(chunks)
-    if min(chunks) == longest:
-        return float(longest * -(-len(chunks) * ctas // sm_count))
-    return max(float(longest), sum(chunks) * ctas / sm_count)
-
-
-def options(problem: Problem, rows: Iterable[BestRow]) -> tuple[Option, ...]:
-    """The schedules that won a workload, and the default they were raced against, each with its mean rate.
-
-    rows: of one sweep, of this problem or of its nearest neighbour.  Schedules infeasible for ``problem`` are left out.
+    rows: of one sweep, of this problem or of its nearest neighbour.  fits: of `Database.fits`, the preferred first;
+    used only where every schedule has one of the rows' own template source, because a fit and a plain rate do not
+    compare.  Schedules infeasible for ``problem`` are left out.
     """
     rates: dict[Schedule, list[float]] = {}
+    digests: dict[str, str] = {}
     for row in rows:
         if row.workload == ALL_WORKLOADS:
             continue
         lengths = lengths_of(row.workload)
         default = select(row.problem).default(row.problem)
+        digests[row.schedule.template] = row.template_digest
         for schedule, median_us in ((row.schedule, row.median_us), (default, row.default_median_us)):
             if median_us is not None:
                 depth = steps(row.problem, schedule, lengths, row.environment.sm_count)
                 rates.setdefault(schedule, []).append(median_us / depth)
-    return tuple(
-        Option(schedule, statistics.fmean(found))
-        for schedule, found in rates.items()
-        if is_feasible(problem, schedule)
-    )
+    feasible = [schedule for schedule in rates if is_feasible(problem, schedule)]
+    fitted: dict[Schedule, CostModel] = {}
+    for fit in fits:
+        if fit.form == "work" and digests.get(fit.schedule.template) == fit.template_digest:
+            fitted.setdefault(fit.schedule, fit)
+    if all(schedule in fitted for schedule in feasible):
+        return tuple(Option(schedule, *fitted[schedule].coefficients) for schedule in feasible)
+    return tuple(Option(schedule, statistics.fmean(rates[schedule])) for schedule in feasible)
 
 
 def choose(

@@ -38,7 +38,7 @@ def build(source: Path, target: Path) -> None:
         draft, packed = Path(folder, "draft.sqlite"), Path(folder, "packed.sqlite")
         with Store(draft) as store:
             store.put_meta(SOURCE_DIGEST, hashlib.sha256(text).hexdigest())
-            store.add(records.environments.values(), records.trials, records.best)
+            store.add(records.environments.values(), records.trials, records.best, records.fits)
         connection = sqlite3.connect(draft, isolation_level=None)
         connection.execute("PRAGMA page_size = 4096")
         connection.execute("PRAGMA auto_vacuum = NONE")

@@ -5,13 +5,14 @@ Import order inside: records, schema, store, jsonl, lookup, layers, merge.  Impo
 
 from .layers import Database, open_db
 from .lookup import Match, TuningWarning
-from .records import ALL_WORKLOADS, STATUSES, BestRow, Environment, Times, Trial
+from .records import ALL_WORKLOADS, STATUSES, BestRow, CostModel, Environment, Times, Trial
 from .store import Store
 
 __all__ = [
     "ALL_WORKLOADS",
     "STATUSES",
     "BestRow",
+    "CostModel",
     "Database",
     "Environment",
     "Match",

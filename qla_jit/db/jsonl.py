@@ -3,6 +3,7 @@
     {"kind": "header", "format": "qla-jit-tuning", "version": 1}
     {"kind": "environment", "id": …, "gpu": …, …}
     {"kind": "best", "problem": {…}, "schedule": {…}, "workload": …, "environment": "<id>", …}
+    {"kind": "cost_model", "problem": {…}, "schedule": {…}, "form": …, "coefficients": {…}, "environment": "<id>", …}
     {"kind": "trial", "problem": {…}, "schedule": {…}, "workload": …, "environment": "<id>", "status": …, …}
 
 `dumps` writes canonical JSON in one fixed order, so that equal contents are equal bytes.  A recorded sweep is the same
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from ..errors import DatabaseError
 from ..spec import canonical_json
-from .records import BestRow, Environment, Trial, parse, problem_body, unknown_kernel
+from .records import BestRow, CostModel, Environment, Trial, parse, problem_body, unknown_kernel
 
 FORMAT = "qla-jit-tuning"
 VERSION = 1
@@ -34,6 +35,7 @@ class Records:
     environments: dict[str, Environment] = field(default_factory=dict)
     best: list[BestRow] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
+    fits: list[CostModel] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
 
@@ -45,14 +47,16 @@ def _environment_line(environment: Environment) -> str:
     return _line("environment", {"id": environment.id, **environment.as_dict()})
 
 
-def dumps(best: Iterable[BestRow] = (), trials: Iterable[Trial] = ()) -> str:
+def dumps(best: Iterable[BestRow] = (), trials: Iterable[Trial] = (), fits: Iterable[CostModel] = ()) -> str:
     """Canonical text of the records and of the environments that they name."""
     best = sorted(best, key=lambda r: (canonical_json(problem_body(r.problem)), r.workload))
     trials = sorted(trials, key=lambda t: (canonical_json(problem_body(t.problem)), t.workload, t.created, t.uid))
-    environments = {r.environment.id: r.environment for r in (*best, *trials)}
+    fits = sorted(fits, key=lambda f: (*map(canonical_json, (problem_body(f.problem), f.schedule.as_dict())), f.form))
+    environments = {r.environment.id: r.environment for r in (*best, *trials, *fits)}
     lines = [canonical_json(HEADER) + "\n"]
     lines += [_environment_line(environments[key]) for key in sorted(environments)]
     lines += [_line("best", row.as_dict()) for row in best]
+    lines += [_line("cost_model", fit.as_dict()) for fit in fits]
     lines += [_line("trial", trial.as_dict()) for trial in trials]
     return "".join(lines)
 
@@ -89,14 +93,18 @@ def _read_line(records: Records, line: str, first: bool) -> None:
         if key != environment.id:
             raise DatabaseError(f"an environment's id must be its digest {environment.id}, but got {key!r}.")
         records.environments[key] = environment
-    elif kind in ("best", "trial") and (kernel := unknown_kernel(values)) is not None:
+    elif kind in ("best", "trial", "cost_model") and (kernel := unknown_kernel(values)) is not None:
         records.left_out[kernel] += 1
     elif kind == "best":
         records.best.append(parse(BestRow.from_dict, values, records.environments))
     elif kind == "trial":
         records.trials.append(parse(Trial.from_dict, values, records.environments))
+    elif kind == "cost_model":
+        records.fits.append(parse(CostModel.from_dict, values, records.environments))
     else:
-        raise DatabaseError(f"`kind in ('environment', 'best', 'trial')` must hold, but got {kind!r}; upgrade qla-jit.")
+        raise DatabaseError(
+            f"`kind in ('environment', 'best', 'cost_model', 'trial')` must hold, but got {kind!r}; upgrade qla-jit."
+        )
 
 
 def read(path: str | Path) -> Records:

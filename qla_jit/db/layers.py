@@ -6,6 +6,7 @@ file changes, so a lookup in ``compile()`` costs microseconds and the same files
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import Counter
@@ -14,10 +15,10 @@ from pathlib import Path
 
 from .. import env
 from ..config import Problem
-from ..errors import DatabaseError
+from ..errors import DatabaseError, OlderSchemaError
 from . import jsonl
 from .lookup import Match, choose, family, ranked, warn_if_stale
-from .records import BestRow, Trial
+from .records import BestRow, CostModel, Trial
 from .store import Store
 
 SOURCE_DIGEST = "source_sha256"  # meta key of a shipped file: digest of the JSONL that it was built from
@@ -25,17 +26,23 @@ SOURCE_DIGEST = "source_sha256"  # meta key of a shipped file: digest of the JSO
 
 def shipped_rows(arch: str) -> list[BestRow]:
     """Rows of the package for an arch: from the SQLite copy where it matches the reviewed JSONL, else from that."""
+    return shipped(arch).best
+
+
+def shipped(arch: str) -> jsonl.Records:
+    """Best rows and fits of the package for an arch (see `shipped_rows`); no trials."""
     folder = resources.files("qla_jit.tuning_db")
     source = folder.joinpath(f"{arch}.jsonl")
     if not source.is_file():
-        return []
+        return jsonl.Records()
     text = source.read_bytes()
     built = folder.joinpath(f"{arch}.sqlite")
     if isinstance(built, Path) and built.is_file():
-        with Store(built, mode="immutable") as store:
+        # A copy that an older version built is only slower to do without: the text says the same.
+        with contextlib.suppress(OlderSchemaError), Store(built, mode="immutable") as store:
             if store.meta(SOURCE_DIGEST) == hashlib.sha256(text).hexdigest():
-                return store.best_rows(arch)
-    return jsonl.loads(text.decode(), str(source)).best
+                return jsonl.Records(best=store.best_rows(arch), fits=store.fits(arch))
+    return jsonl.loads(text.decode(), str(source))
 
 
 class Database:
@@ -45,7 +52,8 @@ class Database:
         self.path = Path(path) if path is not None else env.database_path()
         self._uses_shipped = shipped
         self._store: Store | None = None
-        self._shipped: dict[str, list[BestRow]] = {}
+        self._shipped: dict[str, jsonl.Records] = {}
+        self._fits: dict[str, tuple[object, list[CostModel]]] = {}
         self._rows: dict[str, tuple[object, dict[Problem, list[tuple[str, BestRow]]]]] = {}
         self._matches: dict[tuple[Problem, str | None], tuple[object, Match]] = {}
 
@@ -84,14 +92,31 @@ class Database:
 
     def best_rows(self, arch: str) -> list[tuple[str, BestRow]]:
         """(layer, row) of both layers, the user's first."""
-        if self._uses_shipped and arch not in self._shipped:
-            self._shipped[arch] = shipped_rows(arch)
         reader = self.reader()
         own = []
         if reader is not None:
             with reader:
                 own = reader.best_rows(arch)
-        return [*(("user", row) for row in own), *(("shipped", row) for row in self._shipped.get(arch, ()))]
+        return [*(("user", row) for row in own), *(("shipped", row) for row in self._below(arch).best)]
+
+    def _below(self, arch: str) -> jsonl.Records:
+        if not self._uses_shipped:
+            return jsonl.Records()
+        if arch not in self._shipped:
+            self._shipped[arch] = shipped(arch)
+        return self._shipped[arch]
+
+    def fits(self, problem: Problem) -> list[CostModel]:
+        """Fitted cost models of a problem and of its family, the user's before the shipped ones."""
+        stamp = self._stamp()
+        cached = self._fits.get(problem.arch)
+        if cached is None or cached[0] != stamp:
+            reader, own = self.reader(), []
+            if reader is not None:
+                with reader:
+                    own = reader.fits(problem.arch)
+            cached = self._fits[problem.arch] = (stamp, [*own, *self._below(problem.arch).fits])
+        return [fit for fit in cached[1] if fit.problem in (problem, family(problem))]
 
     def siblings(self, match: Match) -> list[BestRow]:
         """All best rows (one per workload) of the sweep that a match came from; none for a default."""
@@ -151,7 +176,7 @@ class Database:
 
     def import_records(self, records: jsonl.Records) -> None:
         """Add the records of a JSONL file, all in one transaction; a row replaces the row of its key."""
-        self.store.add(records.environments.values(), records.trials, records.best)
+        self.store.add(records.environments.values(), records.trials, records.best, records.fits)
 
     def export_text(self, arch: str | None = None, trials: bool = True) -> str:
         """The user's records as canonical JSONL."""
@@ -160,7 +185,7 @@ class Database:
             return jsonl.dumps()
         with reader:
             chosen = [t for t in reader.trials() if arch in (None, t.problem.arch)] if trials else []
-            return jsonl.dumps(reader.best_rows(arch), chosen)
+            return jsonl.dumps(reader.best_rows(arch), chosen, reader.fits(arch))
 
     def close(self) -> None:
         if self._store is not None:

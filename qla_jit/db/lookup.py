@@ -17,7 +17,7 @@ from ..config import Problem
 from ..errors import ConfigError
 from ..resources import is_feasible
 from ..schedule import Schedule
-from .records import ALL_WORKLOADS, BestRow
+from .records import ALL_WORKLOADS, BestRow, CostModel
 
 #: Rows farther than this are not used: 4 is, for example, a quarter of both head counts.
 MAX_DISTANCE = 4.0
@@ -98,7 +98,7 @@ def ranked(problem: Problem, rows: Iterable[tuple[str, BestRow]], workload: str 
     return sorted(found, key=lambda m: _preference(m, workload))
 
 
-def is_current(row: BestRow) -> bool | None:
+def is_current(row: BestRow | CostModel) -> bool | None:
     """Whether a row was measured with its template's source as it is now; None where there is no such template."""
     try:
         return registry.digest(row.schedule.template) == row.template_digest

@@ -1,4 +1,4 @@
-"""Unite tuning databases: trials without duplicates, and of two best rows for one key the better-measured one.
+"""Unite tuning databases: trials without duplicates, and of two best rows or fits for one key the better-measured.
 
 `merge` reads every source before it writes, and writes in one transaction, so a bad source or a full disk leaves the
 target as it was.  The result does not depend on the order of the sources, and merging again changes nothing.
@@ -6,18 +6,20 @@ target as it was.  The result does not depend on the order of the sources, and m
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import DatabaseError
+from ..errors import DatabaseError, OlderSchemaError
 from ..spec import canonical_json
 from . import jsonl
 from .jsonl import Records
 from .layers import Database
 from .lookup import is_current
-from .records import BestRow
+from .records import BestRow, CostModel
 from .store import Store
 
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -27,6 +29,7 @@ SQLITE_MAGIC = b"SQLite format 3\0"
 class Merged:
     """What a merge did: trials that were new of those read, and best rows new, replaced, and kept as they were.
 
+    fits_new: fitted cost models that were new or better than those of their key.
     left_out: rows of the sources that are of kernels which this version does not have, by kernel.
     """
 
@@ -35,6 +38,7 @@ class Merged:
     best_new: int
     best_replaced: int
     best_kept: int
+    fits_new: int
     left_out: dict[str, int]
 
 
@@ -47,8 +51,18 @@ def read_source(path: str | Path) -> Records:
         raise DatabaseError(f"a readable source must be given, but {error}; check the path.") from error
     if not is_sqlite:
         return jsonl.read(path)
+    try:
+        return _of_database(path)
+    except OlderSchemaError:  # sources are only read, so a copy is what gets migrated
+        with tempfile.TemporaryDirectory() as folder:
+            copy = shutil.copy(path, Path(folder, "copy.sqlite"))
+            Store(copy).close()
+            return _of_database(copy)
+
+
+def _of_database(path: str | Path) -> Records:
     with Store(path, mode="ro") as store:
-        return Records(store.environments(), store.best_rows(), store.trials(), store.left_out())
+        return Records(store.environments(), store.best_rows(), store.trials(), store.fits(), store.left_out())
 
 
 def better(a: BestRow, b: BestRow) -> BestRow:
@@ -59,6 +73,11 @@ def better(a: BestRow, b: BestRow) -> BestRow:
 def _quality(row: BestRow) -> tuple:
     """The text is last only so that equally good rows give the same answer in any order."""
     return bool(is_current(row)), row.trials, -row.median_us, canonical_json(row.as_dict())
+
+
+def better_fit(a: CostModel, b: CostModel) -> CostModel:
+    """The better-founded fit: the template's source as it is now, then more rows, then the smaller error."""
+    return max(a, b, key=lambda fit: (bool(is_current(fit)), fit.rows, -fit.loo_error, canonical_json(fit.as_dict())))
 
 
 def merge(sources: Sequence[str | Path], into: Database) -> Merged:
@@ -76,14 +95,30 @@ def merge(sources: Sequence[str | Path], into: Database) -> Merged:
         before.update({_key(row): row for row in stored if _key(row) in given})
         return [row for key, row in given.items() if key not in before or better(before[key], row) != before[key]]
 
-    new = into.store.merge(environments.values(), trials, select)
+    fits: dict[tuple, CostModel] = {}
+    for fit in (fit for r in records for fit in r.fits):
+        fits[_fit_key(fit)] = better_fit(fits.get(_fit_key(fit), fit), fit)
+    chosen: list[CostModel] = []
+
+    def select_fits(stored: list[CostModel]) -> list[CostModel]:
+        known = {_fit_key(fit): fit for fit in stored}
+        chosen[:] = [fit for key, fit in fits.items() if key not in known or better_fit(known[key], fit) != known[key]]
+        return chosen
+
+    new = into.store.merge(environments.values(), trials, select, select_fits)
     replaced = sum(better(row, given[key]) != row for key, row in before.items())
     left_out = sum((r.left_out for r in records), Counter())
-    return Merged(len(trials), new, len(given) - len(before), replaced, len(before) - replaced, dict(left_out))
+    return Merged(
+        len(trials), new, len(given) - len(before), replaced, len(before) - replaced, len(chosen), dict(left_out)
+    )
 
 
 def _key(row: BestRow) -> tuple:
     return row.problem, row.workload
+
+
+def _fit_key(fit: CostModel) -> tuple:
+    return fit.problem, fit.schedule, fit.form
 
 
 def _by_key(rows: Iterable[BestRow]) -> dict[tuple, BestRow]:

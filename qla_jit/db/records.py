@@ -1,4 +1,4 @@
-"""The rows of a tuning database: `Environment`, `Trial`, `BestRow`, and their plain (JSON) forms.
+"""The rows of a tuning database: `Environment`, `Trial`, `BestRow`, `CostModel`, and their plain (JSON) forms.
 
 Frozen, validated on construction, free of NaN, so that one record has one canonical text and one digest on every
 machine.  Raises DatabaseError for a record that breaks its own invariants.
@@ -31,6 +31,15 @@ STATUSES = (
 PHASES = ("search", "final")
 #: The `BestRow.workload` of the schedule that is best on the geometric mean over all workloads of its sweep.
 ALL_WORKLOADS = "*"
+#: Forms of a `CostModel` and the names of their coefficients, all in µs.
+#: ``work``: a·depth + b·CTAs + c.  ``one_wave``: λ₁ L + λ₂ N/L + λ₀ for segments of L of N chunks.
+FORMS = {
+    "work": ("us_per_step", "us_per_cta", "us_constant"),
+    "one_wave": ("us_per_chunk", "us_per_segment", "us_constant"),
+}
+
+
+_LATER_FIELDS = ("sm_mhz", "memory_mhz")
 
 
 def _require(condition: bool, invariant: str, got: str, remedy: str) -> None:
@@ -111,6 +120,7 @@ class Trial:
 
     samples_us: every timing taken, in order.  error: relative error against the float64 reference.
     phase: ``search``, or ``final`` for the interleaved race that decides the best row.
+    sm_mhz, memory_mhz: clocks observed while it was timed; None where the driver's library does not tell.
     """
 
     problem: Problem
@@ -128,6 +138,8 @@ class Trial:
     local_bytes: int | None = None
     times: Times = field(default_factory=Times)
     created: str = ""
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
 
     def __post_init__(self) -> None:
         _as_floats(self, "error")
@@ -161,8 +173,14 @@ class Trial:
         return high - low
 
     def as_dict(self) -> dict:
-        """Plain form; the environment is named by its id."""
+        """Plain form; the environment is named by its id.
+
+        Fields that came after the first trials are left out where they are None, so that older uids stay.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in _LATER_FIELDS:
+            if values[name] is None:
+                del values[name]
         values.update(
             problem=problem_body(self.problem),
             schedule=self.schedule.as_dict(),
@@ -237,6 +255,74 @@ class BestRow:
                 "problem": Problem.from_dict(values["problem"]),
                 "schedule": Schedule.from_dict(values["schedule"]),
                 "environment": _environment(values["environment"], environments),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Fitted time of one schedule of a kernel family as a function of what a call asks for.
+
+    problem: a family, so without head counts, in form ``work``; with them in ``one_wave``.  form: of `FORMS`.
+    coefficients: µs, in the order of its names, none negative.  rows: medians fitted.  loo_error, loo_p90: median and
+    90th percentile of the relative error on rows that were left out of the fit, one at a time.  fitted_on: digest of
+    those rows, of their template's source and of the environment.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    form: str
+    coefficients: tuple[float, ...]
+    rows: int
+    loo_error: float
+    loo_p90: float
+    fitted_on: str
+    template_digest: str
+    environment: Environment
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        _as_floats(self, "loo_error", "loo_p90")
+        object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
+        _require(self.form in FORMS, f"form in {tuple(FORMS)}", f"{self.form!r}", "the row may be newer.")
+        numbers = (*self.coefficients, self.loo_error, self.loo_p90)
+        sound = len(self.coefficients) == len(FORMS[self.form]) and all(math.isfinite(n) and n >= 0 for n in numbers)
+        _require(sound, f"{FORMS[self.form]} and errors finite and >= 0", f"{numbers}", "fit it again.")
+        heads = self.problem.num_value_heads
+        sound = (heads is None) == (self.form == "work")
+        _require(sound, "head counts if and only if form is one_wave", f"{heads} in {self.form}", "fit it again.")
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Coefficients by name."""
+        return dict(zip(FORMS[self.form], self.coefficients))
+
+    def predict_us(self, first: float, second: float) -> float:
+        """Time at (depth, CTAs), or at (L, N/L) of the one-wave form."""
+        a, b, constant = self.coefficients
+        return a * first + b * second + constant
+
+    def as_dict(self) -> dict:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values.update(
+            problem=problem_body(self.problem), schedule=self.schedule.as_dict(), environment=self.environment.id,
+            coefficients=self.values,
+        )  # fmt: skip
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping, environments: Mapping[str, Environment]) -> CostModel:
+        values = _known(cls, values)
+        names = FORMS.get(values["form"], ())
+        named = values["coefficients"]
+        _require(set(named) == set(names), f"coefficients {names}", f"{tuple(named)}", "the row may be newer.")
+        return cls(
+            **{
+                **values,
+                "problem": Problem.from_dict(values["problem"]),
+                "schedule": Schedule.from_dict(values["schedule"]),
+                "environment": _environment(values["environment"], environments),
+                "coefficients": tuple(named[name] for name in names),
             }
         )
 

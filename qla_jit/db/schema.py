@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 
 from ..errors import DatabaseError
-from .records import PHASES, STATUSES
+from .records import FORMS, PHASES, STATUSES
 
 APPLICATION_ID = 0x514C414A  # "QLAJ"
 
@@ -50,8 +50,20 @@ _INITIAL = (
         environment_id TEXT NOT NULL REFERENCES environment (id), created TEXT NOT NULL) STRICT""",
 )
 
+_FITS_AND_CLOCKS = (
+    "DROP TABLE cost_model",  # never written, and it named neither problem nor schedule
+    f"""CREATE TABLE cost_model (
+        problem_id TEXT NOT NULL REFERENCES problem (id), schedule_id TEXT NOT NULL REFERENCES schedule (id),
+        form TEXT NOT NULL CHECK (form IN ({_one_of(tuple(FORMS))})), coefficients TEXT NOT NULL,
+        rows INTEGER NOT NULL, loo_error REAL NOT NULL, loo_p90 REAL NOT NULL, fitted_on TEXT NOT NULL,
+        template_digest TEXT NOT NULL, environment_id TEXT NOT NULL REFERENCES environment (id),
+        created TEXT NOT NULL, PRIMARY KEY (problem_id, schedule_id, form)) STRICT""",
+    "ALTER TABLE trial ADD COLUMN sm_mhz INTEGER",
+    "ALTER TABLE trial ADD COLUMN memory_mhz INTEGER",
+)
+
 #: Migration n leads from ``user_version`` n to n + 1; append, never edit.
-MIGRATIONS: list[tuple[str, ...]] = [_INITIAL]
+MIGRATIONS: list[tuple[str, ...]] = [_INITIAL, _FITS_AND_CLOCKS]
 
 
 def check(connection: sqlite3.Connection, path: str) -> int:

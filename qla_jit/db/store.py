@@ -19,16 +19,18 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..config import KERNELS, Problem
-from ..errors import DatabaseError
+from ..errors import DatabaseError, OlderSchemaError
+from ..schedule import Schedule
 from ..spec import canonical_json
 from . import schema
-from .records import BestRow, Environment, Times, Trial, parse, problem_body, short_id
+from .records import BestRow, CostModel, Environment, Times, Trial, parse, problem_body, short_id
 
 BUSY_TIMEOUT_S = 30.0
 MODES = {"rw": "mode=rwc", "ro": "mode=ro", "immutable": "mode=ro&immutable=1"}
 
 _TRIAL_COLUMNS = (
-    "samples_us, status, reason, phase, workload, template_digest, error, registers, smem_bytes, local_bytes"
+    "samples_us, status, reason, phase, workload, template_digest, error, registers, smem_bytes, local_bytes, "
+    "sm_mhz, memory_mhz"
 )
 _TIME_COLUMNS = "compile_s, verify_s, measure_s, search_s, overhead_s"
 _KNOWN = f"p.kernel IN ({', '.join('?' * len(KERNELS))})"
@@ -86,7 +88,7 @@ class Store:
             self._connection.execute("PRAGMA foreign_keys = ON")
             schema.migrate(self._connection, self.path)
         elif version < len(schema.MIGRATIONS):
-            raise DatabaseError(
+            raise OlderSchemaError(
                 f"`schema version == {len(schema.MIGRATIONS)}` must hold to read, but {self.path} has {version}; "
                 f"make the file and its folder writable once, and it is migrated when opened."
             )
@@ -127,36 +129,61 @@ class Store:
         """Store the winner for its (problem, workload), replacing the previous one."""
         self.add(best=(row,))
 
-    def add(self, environments: Iterable = (), trials: Iterable[Trial] = (), best: Iterable[BestRow] = ()) -> None:
+    def add(
+        self,
+        environments: Iterable = (),
+        trials: Iterable[Trial] = (),
+        best: Iterable[BestRow] = (),
+        fits: Iterable[CostModel] = (),
+    ) -> None:
         """Store many records in one transaction: all of them or none."""
         with self._transaction() as db:
-            self._insert(db, environments, trials, best)
+            self._insert(db, environments, trials, best, fits)
+
+    def replace_fits(self, fits: Iterable[CostModel], refused: Iterable[tuple[Problem, Schedule, str]]) -> None:
+        """Store fits and remove those of the (problem, schedule, form) that were refused, in one transaction."""
+        with self._transaction() as db:
+            for problem, schedule, form in refused:
+                keys = [short_id(problem_body(problem)), short_id(schedule.as_dict()), form]
+                db.conn.execute("DELETE FROM cost_model WHERE (problem_id, schedule_id, form) = (?, ?, ?)", keys)
+            self._insert(db, (), (), (), fits)
 
     def merge(
         self,
         environments: Iterable[Environment],
         trials: Iterable[Trial],
         select: Callable[[list[BestRow]], Iterable[BestRow]],
+        select_fits: Callable[[list[CostModel]], Iterable[CostModel]] = lambda stored: (),
     ) -> int:
-        """`add` whose best rows are what ``select`` makes of the stored ones; returns how many trials were new."""
+        """`add` whose best rows and fits are what ``select`` and ``select_fits`` make of the stored ones; returns how
+        many trials were new."""
         with self._transaction() as db:
             known = self.num_trials
-            self._insert(db, environments, trials, select(self.best_rows()))
+            self._insert(db, environments, trials, select(self.best_rows()), select_fits(self.fits()))
             return self.num_trials - known
 
-    def _insert(self, db, environments: Iterable, trials: Iterable[Trial], best: Iterable[BestRow]) -> None:
+    def _insert(
+        self,
+        db,
+        environments: Iterable,
+        trials: Iterable[Trial],
+        best: Iterable[BestRow],
+        fits: Iterable[CostModel],
+    ) -> None:
         for environment in environments:
             self._put_environment(db, environment)
         for trial in trials:
             db["trial"].insert({**self._keys(db, trial), **_trial_row(trial)}, ignore=True)
         for row in best:
             db["best"].insert({**self._keys(db, row), **_best_row(row)}, replace=True)
+        for fit in fits:
+            db["cost_model"].insert({**self._keys(db, fit), **_fit_row(fit)}, replace=True)
 
     def _put_environment(self, db, environment: Environment) -> str:
         db["environment"].insert({"id": environment.id, **environment.as_dict()}, ignore=True)
         return environment.id
 
-    def _keys(self, db, record: Trial | BestRow) -> dict:
+    def _keys(self, db, record: Trial | BestRow | CostModel) -> dict:
         """Insert what the record refers to, where missing, and return the references."""
         problem, schedule = problem_body(record.problem), record.schedule.as_dict()
         row = {"arch": record.problem.arch, "kernel": record.problem.kernel, "body": canonical_json(problem)}
@@ -192,9 +219,9 @@ class Store:
         return found[0]["trials"]
 
     def left_out(self) -> Counter[str]:
-        """How many best rows and trials are of kernels that this version does not have, by kernel."""
+        """How many best rows, trials and fits are of kernels that this version does not have, by kernel."""
         counted = Counter()
-        for table in ("best", "trial"):
+        for table in ("best", "trial", "cost_model"):
             rows = self._query(
                 f"SELECT p.kernel, count(*) AS rows FROM {table} t JOIN problem p ON p.id = t.problem_id "
                 f"WHERE NOT {_KNOWN} GROUP BY p.kernel",
@@ -238,6 +265,19 @@ class Store:
         environments = self.environments()
         return [parse(BestRow.from_dict, {**row, **_bodies(row)}, environments) for row in rows]
 
+    def fits(self, arch: str | None = None) -> list[CostModel]:
+        """Fitted cost models, all or those of one arch, in a fixed order."""
+        rows = self._query(
+            f"SELECT p.body AS problem, s.body AS schedule, c.environment_id AS environment, c.form, c.coefficients, "
+            f"c.rows, c.loo_error, c.loo_p90, c.fitted_on, c.template_digest, c.created FROM cost_model c "
+            f"JOIN problem p ON p.id = c.problem_id JOIN schedule s ON s.id = c.schedule_id "
+            f"WHERE {_KNOWN} {'AND p.arch = ?' if arch else ''} ORDER BY p.body, s.body, c.form",
+            (*KERNELS, arch) if arch else KERNELS,
+        )
+        environments = self.environments()
+        decoded = [{**row, **_bodies(row), "coefficients": json.loads(row["coefficients"])} for row in rows]
+        return [parse(CostModel.from_dict, row, environments) for row in decoded]
+
 
 def _bodies(row: dict) -> dict:
     return {"problem": json.loads(row["problem"]), "schedule": json.loads(row["schedule"])}
@@ -265,6 +305,8 @@ def _trial_row(trial: Trial) -> dict:
         "local_bytes": trial.local_bytes,
         **asdict(trial.times),
         "created": trial.created,
+        "sm_mhz": trial.sm_mhz,
+        "memory_mhz": trial.memory_mhz,
     }
 
 
@@ -276,4 +318,17 @@ def _best_row(row: BestRow) -> dict:
         "template_digest": row.template_digest,
         "trials": row.trials,
         "created": row.created,
+    }
+
+
+def _fit_row(fit: CostModel) -> dict:
+    return {
+        "form": fit.form,
+        "coefficients": canonical_json(fit.values),
+        "rows": fit.rows,
+        "loo_error": fit.loo_error,
+        "loo_p90": fit.loo_p90,
+        "fitted_on": fit.fitted_on,
+        "template_digest": fit.template_digest,
+        "created": fit.created,
     }

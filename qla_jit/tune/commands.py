@@ -21,6 +21,7 @@ from .compile_only import compile_points
 from .compile_pool import CompilePool
 from .environment import has_gpu
 from .evaluate import Evaluator, LiveEvaluator
+from .fit_commands import fit
 from .inspect_commands import doctor, show
 from .last_sweep import Plan, Setup, recall
 from .options import (
@@ -177,6 +178,7 @@ for _name, _verb in {
     "export": export_rows,
     "import": import_rows,
     "merge": merge_rows,
+    "fit": fit,
     "report": write_report,
 }.items():
     app.command(_name)(_verb)

@@ -67,7 +67,7 @@ def merge_rows(
         print()
     text = (
         f"{done.trials_new} of {done.trials_read} trials were new; best rows: {done.best_new} new, "
-        f"{done.best_replaced} replaced, {done.best_kept} kept; all in {into}"
+        f"{done.best_replaced} replaced, {done.best_kept} kept; cost models: {done.fits_new} new; all in {into}"
     )
     console = Console(stderr=True)
     console.print(text, highlight=False, markup=False, soft_wrap=True)

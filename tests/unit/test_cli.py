@@ -195,7 +195,7 @@ def test_merge_unites_files_and_says_what_it_did(tmp_path, capsys):
     into = tmp_path / "into.sqlite"
     assert call("merge", tmp_path / "a.jsonl", tmp_path / "b.sqlite", "--into", into, "--json") == 0
     counts = {"trials_read": 3, "trials_new": 2, "best_new": 2, "best_replaced": 0, "best_kept": 0}
-    assert json.loads(capsys.readouterr().out) == {**counts, "left_out": {}, "db": str(into)}
+    assert json.loads(capsys.readouterr().out) == {**counts, "fits_new": 0, "left_out": {}, "db": str(into)}
     rows = Database(into, shipped=False).best_rows("sm90")
     assert [(row.workload, row.median_us) for _, row in rows] == [("*", 80.0), ("8192x4", 50.0)]
     assert call("merge", tmp_path / "a.jsonl", tmp_path / "none.jsonl", "--into", into) == 2

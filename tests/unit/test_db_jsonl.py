@@ -2,7 +2,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from tuning_fakes import add_rows_of_a_gone_kernel, best, problem, trial, with_a_gone_kernel
+from tuning_fakes import add_rows_of_a_gone_kernel, best, cost_model, point, problem, trial, with_a_gone_kernel
 
 from qla_jit.db import Store, jsonl
 from qla_jit.db.layers import SOURCE_DIGEST, Database
@@ -27,7 +27,8 @@ def records():
 def test_export_import_export_is_byte_equal(tmp_path):
     rows, trials = records()
     first = Database(tmp_path / "a.sqlite", shipped=False)
-    first.store.add(trials=trials, best=rows)
+    fits = [cost_model(point(a, 0, "p")) for a in (2, 0)]
+    first.store.add(trials=trials, best=rows, fits=fits)
     text = first.export_text()
     second = Database(tmp_path / "b.sqlite", shipped=False)
     second.import_records(jsonl.loads(text, "text"))
@@ -35,11 +36,14 @@ def test_export_import_export_is_byte_equal(tmp_path):
     assert second.export_text() == text
     assert text.count('"kind":"trial"') == len(trials)
     assert text.count('"kind":"best"') == len(rows)
+    assert text.count('"kind":"cost_model"') == len(fits)
+    assert second.store.fits() == fits[::-1]
 
 
 def test_order_of_insertion_does_not_show_in_an_export():
     rows, trials = records()
-    assert jsonl.dumps(rows, trials) == jsonl.dumps(rows[::-1], trials[::-1])
+    fits = [cost_model(point(a, 0, "p")) for a in (2, 0)]
+    assert jsonl.dumps(rows, trials, fits) == jsonl.dumps(rows[::-1], trials[::-1], fits[::-1])
 
 
 def test_export_can_leave_trials_and_other_archs_out(tmp_path):

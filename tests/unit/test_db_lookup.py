@@ -4,10 +4,10 @@ import time
 import warnings
 
 import pytest
-from tuning_fakes import add_rows_of_a_gone_kernel, best, fake_template, point, problem, use_templates
+from tuning_fakes import add_rows_of_a_gone_kernel, best, cost_model, fake_template, point, problem, use_templates
 
 from qla_jit.config import OpConfig
-from qla_jit.db import jsonl, layers, lookup
+from qla_jit.db import jsonl, layers, lookup, schema
 from qla_jit.db.layers import Database
 from qla_jit.db.lookup import TuningWarning, choose, command, distance
 
@@ -172,6 +172,26 @@ def test_built_copy_is_used_only_while_it_matches_the_text(tmp_path, monkeypatch
     source.write_text(jsonl.dumps([best(median=70.0)]))
     assert layers.shipped_rows("sm90") == [best(median=70.0)]
     assert reads == [1]
+
+
+def test_copy_that_an_older_version_built_is_passed_over_for_the_text(tmp_path, monkeypatch):
+    from test_db_jsonl import build_db
+
+    monkeypatch.setattr(layers.resources, "files", lambda package: tmp_path)
+    (tmp_path / "sm90.jsonl").write_text(jsonl.dumps([best()], fits=[cost_model()]))
+    build_db().build(tmp_path / "sm90.jsonl", tmp_path / "sm90.sqlite")
+    monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, ("CREATE TABLE extra (id TEXT) STRICT",)])
+    assert (layers.shipped_rows("sm90"), layers.shipped("sm90").fits) == ([best()], [cost_model()])
+
+
+def test_users_fits_come_before_shipped_ones_and_are_seen_when_they_change(tmp_path, monkeypatch):
+    theirs, ours = cost_model(rows=7), cost_model(rows=8)
+    monkeypatch.setattr(layers, "shipped", lambda arch: jsonl.Records(fits=[theirs]))
+    database = Database(tmp_path / "t.sqlite")
+    assert database.fits(problem()) == [theirs]
+    database.store.add(fits=[ours])
+    assert database.fits(problem()) == [ours, theirs]
+    assert database.fits(problem(dtype="float16")) == []
 
 
 def test_import_needs_no_tuner_and_no_compiler():

@@ -4,6 +4,7 @@ import pytest
 from tuning_fakes import (
     add_rows_of_a_gone_kernel,
     best,
+    cost_model,
     fake_template,
     point,
     problem,
@@ -12,8 +13,8 @@ from tuning_fakes import (
     with_a_gone_kernel,
 )
 
-from qla_jit.db import Database, Store, jsonl, store
-from qla_jit.db.merge import Merged, better, merge, read_source
+from qla_jit.db import Database, Store, jsonl, schema, store
+from qla_jit.db.merge import Merged, better, better_fit, merge, read_source
 from qla_jit.errors import DatabaseError
 
 OLD = "e" * 64
@@ -167,3 +168,32 @@ def test_rows_that_a_sweep_stores_meanwhile_are_compared_too(tmp_path, monkeypat
         monkeypatch.setattr(target.store, "merge", merge_after_the_sweep)
         assert merge([source], target).best_kept == 1
     assert contents(into)[0] == [late]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (cost_model(rows=5, loo_error=0.09), cost_model(rows=50, loo_error=0.01, template_digest=OLD)),
+        (cost_model(rows=24, loo_error=0.09), cost_model(rows=12, loo_error=0.01)),
+        (cost_model(loo_error=0.01), cost_model(loo_error=0.02)),
+    ],
+)
+def test_better_founded_fit_is_kept_whichever_side_it_is_on(good, bad, tmp_path):
+    assert better_fit(good, bad) == better_fit(bad, good) == good
+    for name, own, other in (("kept", good, bad), ("replaced", bad, good)):
+        into = tmp_path / f"{name}.sqlite"
+        with Store(into) as store:
+            store.add(fits=[own])
+        source = tmp_path / "source.jsonl"
+        source.write_text(jsonl.dumps(fits=[other, cost_model(point(2, 4, "r"))]))
+        assert merged(into, source).fits_new == 1 + (name == "replaced")
+        with Store(into, mode="ro") as store:
+            assert store.fits() == [good, cost_model(point(2, 4, "r"))]
+
+
+def test_source_of_an_older_schema_is_merged_and_left_as_it_was(tmp_path, monkeypatch):
+    source = database(tmp_path / "old.sqlite", [best()], [trial()])
+    before = source.read_bytes()
+    monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, ("CREATE TABLE extra (id TEXT) STRICT",)])
+    assert merged(tmp_path / "new.sqlite", source).trials_new == 1
+    assert source.read_bytes() == before

@@ -10,9 +10,10 @@ from tuning_fakes import add_rows_of_a_gone_kernel, best, point, problem, script
 
 from qla_jit.db import schema
 from qla_jit.db.layers import Database
-from qla_jit.db.records import STATUSES
+from qla_jit.db.records import STATUSES, problem_body, short_id
 from qla_jit.db.store import Store
 from qla_jit.errors import DatabaseError
+from qla_jit.spec import canonical_json
 
 HERE = str(Path(__file__).parent)
 WRITER = f"""
@@ -117,11 +118,40 @@ def test_older_file_is_migrated_with_its_rows_when_read(tmp_path, monkeypatch):
     with Store(path) as store:
         store.add_trial(trial())
     monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, ("CREATE TABLE extra (id TEXT) STRICT",)])
-    with pytest.raises(DatabaseError, match="schema version == 2"):
+    with pytest.raises(DatabaseError, match=f"schema version == {len(schema.MIGRATIONS)}"):
         Store(path, mode="ro")
     assert Database(path, shipped=False).trials() == [trial()]
     with Store(path, mode="ro") as store:
         assert store._query("SELECT count(*) AS n FROM extra") == [{"n": 0}]
+
+
+def test_file_of_the_first_schema_keeps_its_trials_and_their_uids(tmp_path, monkeypatch):
+    path = tmp_path / "t.sqlite"
+    with monkeypatch.context() as context:
+        context.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
+        Store(path).close()
+    row = trial()
+    with sqlite3.connect(path) as connection:  # as the first version wrote it: a trial without clocks
+        connection.execute("INSERT INTO environment VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                           (row.environment.id, *row.environment.as_dict().values()))  # fmt: skip
+        body, schedule = problem_body(row.problem), row.schedule.as_dict()
+        values = short_id(body), row.problem.arch, row.problem.kernel, canonical_json(body)
+        connection.execute("INSERT INTO problem VALUES (?, ?, ?, ?)", values)
+        values = short_id(schedule), row.schedule.template, canonical_json(schedule)
+        connection.execute("INSERT INTO schedule VALUES (?, ?, ?)", values)
+        values = (row.uid, short_id(body), short_id(schedule), row.workload, row.template_digest, row.environment.id)
+        values += (row.status, row.reason, row.phase, canonical_json(list(row.samples_us)), row.median_us, row.iqr_us)
+        values += (row.error, row.registers, row.smem_bytes, row.local_bytes, 1.5, 0.25, 0.125, 0.0625, 0.0)
+        places = ", ".join("?" * (len(values) + 1))
+        connection.execute(f"INSERT INTO trial VALUES (NULL, {places})", (*values, row.created))
+    connection.close()
+    assert Database(path, shipped=False).trials() == [row]
+    with Store(path) as store:
+        store.add_trial(row)
+        assert store.num_trials == 1
+        store.add_trial(trial(created="later", sm_mhz=1980, memory_mhz=3201))
+        assert [(t.sm_mhz, t.memory_mhz) for t in store.trials()] == [(None, None), (1980, 3201)]
+        assert store.fits() == []
 
 
 @pytest.mark.parametrize("mode", ["rw", "ro", "immutable"])

@@ -4,7 +4,8 @@ import pytest
 
 from qla_jit import plan
 from qla_jit.config import OpConfig
-from qla_jit.db import BestRow, Environment
+from qla_jit.db import BestRow, CostModel, Environment
+from qla_jit.db.lookup import family
 from qla_jit.registry import digest, select
 
 PROBLEM = OpConfig(16, 64).problem("fused_forward")
@@ -61,3 +62,32 @@ def test_infeasible_schedules_are_no_option():
 def test_without_rows_or_tokens_the_fallback_stands():
     assert plan.choose(PROBLEM, (), [8192], 132, WHOLE) == WHOLE
     assert plan.choose(PROBLEM, plan.options(PROBLEM, ROWS), [0, 0], 132, WHOLE) == WHOLE
+
+
+def fit(schedule, *coefficients, **changes):
+    values = dict(rows=24, loo_error=0.02, loo_p90=0.05, fitted_on="f", template_digest=digest(schedule.template))
+    return CostModel(family(PROBLEM), schedule, "work", coefficients, environment=CARD, **{**values, **changes})
+
+
+FITS = [fit(WHOLE, 1.9, 0.1, 5.0), fit(HALVES, 1.4, 0.1, 30.0)]
+
+
+def test_fits_replace_the_rates_and_bring_a_constant():
+    found = {o.schedule: o for o in plan.options(PROBLEM, ROWS, FITS)}
+    assert found[WHOLE].predict_us(PROBLEM, [8192] * 4, 132) == pytest.approx(1.9 * 256 + 0.1 * 256 + 5)
+    assert plan.choose(PROBLEM, tuple(found.values()), [64], 132, WHOLE) == WHOLE  # one step: the constants decide
+    assert plan.choose(PROBLEM, tuple(found.values()), [8192], 132, WHOLE) == HALVES
+
+
+@pytest.mark.parametrize(
+    "fits",
+    [[], FITS[:1], [FITS[0], fit(HALVES, 1, 1, 1, template_digest="e" * 64)]],
+    ids=["none", "one", "other source"],
+)
+def test_without_a_fit_of_every_candidate_the_rates_stand(fits):
+    assert plan.options(PROBLEM, ROWS, fits) == plan.options(PROBLEM, ROWS)
+
+
+def test_the_first_fit_of_a_schedule_counts():
+    found = plan.options(PROBLEM, ROWS, [*FITS, fit(WHOLE, 9.0, 9.0, 9.0)])
+    assert next(o for o in found if o.schedule == WHOLE).us_per_step == 1.9

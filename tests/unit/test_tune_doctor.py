@@ -18,6 +18,7 @@ from tuning_fakes import (
 from qla_jit import runtime, toolchain
 from qla_jit.artifacts import LIBRARY, MANIFEST, ArtifactStore
 from qla_jit.db import Database
+from qla_jit.db.schema import MIGRATIONS
 from qla_jit.errors import DatabaseError, ToolError, UnsupportedError
 from qla_jit.spec import KernelSpec
 from qla_jit.tune import doctor
@@ -142,7 +143,7 @@ def test_cache_that_others_can_write_is_broken_until_its_mode_is_mended(db, stor
 def test_user_database_is_described(db, store):
     db.store.add(trials=[trial(created="1"), trial(created="2")], best=[best()])
     finding = found(examine(db, store), "user database")
-    assert finding.values == {"path": str(db.path), "schema": 1, "trials": 2, "best_rows": 1, "left_out": {}}
+    assert finding.values == {"path": str(db.path), "schema": len(MIGRATIONS), "trials": 2, "best_rows": 1, "left_out": {}}
 
 
 def test_rows_of_a_gone_kernel_are_noted_and_no_problem(db, store):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from qla_jit import registry
 from qla_jit.config import OpConfig
-from qla_jit.db.records import BestRow, Environment, Times, Trial
+from qla_jit.db.lookup import family
+from qla_jit.db.records import BestRow, CostModel, Environment, Times, Trial
 from qla_jit.db.store import Store
 from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
@@ -97,6 +98,23 @@ def best(schedule=None, problem_=None, workload="8192x4", median=80.0, **changes
         created="2026-01-01T00:00:00.000000+00:00",
     )
     return BestRow(**{**values, **changes})
+
+
+def cost_model(schedule=None, problem_=None, coefficients=(2.0, 0.05, 6.0), **changes) -> CostModel:
+    values = dict(
+        problem=family(problem_ or problem()),
+        schedule=schedule or point(),
+        form="work",
+        coefficients=coefficients,
+        rows=12,
+        loo_error=0.02,
+        loo_p90=0.05,
+        fitted_on="f" * 64,
+        template_digest=DIGEST,
+        environment=ENVIRONMENT,
+        created="2026-01-01T00:00:00.000000+00:00",
+    )
+    return CostModel(**{**values, **changes})
 
 
 GONE = '{"arch":"sm90","chunk_size":64,"kernel":"gone","num_value_heads":64}'
