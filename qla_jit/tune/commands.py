@@ -44,6 +44,7 @@ from .picture import draw
 from .progress import ProgressListener
 from .record_commands import export_rows, import_rows, merge_rows
 from .replay import ReplayEvaluator
+from .replay_commands import replay_sweeps
 from .report_commands import write_report
 from .sweep import Report, run_sweep
 from .worker import Worker
@@ -180,5 +181,6 @@ for _name, _verb in {
     "merge": merge_rows,
     "fit": fit,
     "report": write_report,
+    "replay": replay_sweeps,
 }.items():
     app.command(_name)(_verb)

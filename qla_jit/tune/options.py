@@ -40,8 +40,13 @@ def _pair(text: str, option: str) -> tuple[int, int]:
     raise ConfigError(f"`{option}` must be N or N:M, but got {text!r}; write for example 16:64.")
 
 
+def names_in(text: str) -> list[str]:
+    """Names separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _names(text: str, allowed: tuple[str, ...], default: tuple[str, ...], option: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip()) or default
+    names = tuple(names_in(text)) or default
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise ConfigError(f"`{option}` must be of {', '.join(allowed)}, but got {', '.join(unknown)}; remove those.")

@@ -43,8 +43,12 @@ class ReplayEvaluator:
         """(problem, workload) of everything recorded, in file order."""
         return list(dict.fromkeys((problem, workload) for problem, workload, _, _ in self._trials))
 
+    def points(self, problem: Problem, workload: str) -> list[Schedule]:
+        """Schedules with a recorded search trial, in file order; none where the problem was not recorded on it."""
+        return [s for p, w, s, phase in self._trials if (p, w, phase) == (problem, workload, "search")]
+
     def space(self, space: Space, workload: str) -> Space:
-        points = {s for p, w, s, phase in self._trials if (p, w, phase) == (space.problem, workload, "search")}
+        points = self.points(space.problem, workload)
         if not points:
             known = sorted({f"{p.kernel} heads {p.num_heads}:{p.num_value_heads} {w}" for p, w in self.recorded()})
             raise ReplayMissError(

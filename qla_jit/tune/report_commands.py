@@ -12,13 +12,9 @@ from ..config import KERNELS
 from ..db.layers import open_db
 from ..errors import ConfigError
 from . import json_output
-from .options import AsJson, DbPath
+from .options import AsJson, DbPath, names_in
 from .report import render
 from .report_data import ReportData, filtered, from_database, from_files
-
-
-def _named(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def write_report(
@@ -35,10 +31,10 @@ def write_report(
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page: best rows, importances, curves, heat maps, failures, provenance."""
-    unknown = [name for name in _named(kernels) if name not in KERNELS]
+    unknown = [name for name in names_in(kernels) if name not in KERNELS]
     if unknown:
         raise ConfigError(f"`--kernels` must be of {', '.join(KERNELS)}, but got {', '.join(unknown)}; remove those.")
-    data = filtered(_data(files, db, arch), _named(kernels), _named(heads))
+    data = filtered(_data(files, db, arch), names_in(kernels), names_in(heads))
     text = render(data, title)
     try:
         out.write_text(text, encoding="utf-8")
