@@ -20,6 +20,7 @@ from .report_charts import curve, residuals
 from .report_data import BestLine, Panel, ReportData, failures, problem_order, source_is_current, template_sources
 from .report_style import CSS
 
+MOST_MODELS = 6  # whose residuals are drawn
 MOST_PAIRED = 6  # parameters of a template in heat maps, the most important ones
 
 
@@ -341,7 +342,8 @@ def model_section(models: Sequence[dict]) -> str:
     """Cost-model fits in plain form, empty without any.
 
     Keys of one: ``name``, ``coefficients`` {name: value}, ``rows`` (int), ``loo_error`` (share), ``fitted_on``
-    (digest), and optionally ``points`` [(measured µs, predicted µs)] and ``note``.
+    (digest), and optionally ``schedule``, ``points`` [(measured µs, predicted µs)] and
+    ``note``.  The first few are drawn.
     """
     if not models:
         return ""
@@ -350,6 +352,7 @@ def model_section(models: Sequence[dict]) -> str:
         values = " ".join(f"{escape(str(k))}=<b>{float(v):.4g}</b>" for k, v in model["coefficients"].items())
         return [
             escape(model["name"]),
+            f'<span class="schedule">{escape(model.get("schedule", ""))}</span>',
             f'<span class="schedule">{values}</span>',
             str(model["rows"]),
             f"{model['loo_error']:.1%}",
@@ -357,23 +360,25 @@ def model_section(models: Sequence[dict]) -> str:
             escape(model.get("note", "")),
         ]
 
-    head = ["model", "coefficients", "rows", "leave-one-out error", "fitted on", "note"]
-    charts = [
-        f"<figure><figcaption><b>{escape(model['name'])}</b></figcaption>{residuals(model['points'], model['name'])}"
-        f"</figure>{_residual_table(model)}"
-        for model in models
-        if model.get("points")
-    ]
+    head = ["model", "schedule", "coefficients, µs", "rows", "left-out error", "fitted on", "note"]
+    drawn = [model for model in models if model.get("points")][:MOST_MODELS]
     note = "<p>Robust fits to the rows of the database; the error is of predictions for rows that were left out.</p>"
-    return note + _table(head, map(cells, models), numeric=(2, 3)) + f'<div class="panels">{"".join(charts)}</div>'
+    charts = f'<div class="panels">{"".join(map(_residual_panel, drawn))}</div>'
+    return note + charts + _table(head, map(cells, models), numeric=(3, 4))
+
+
+def _residual_panel(model: dict) -> str:
+    name = f"<b>{escape(model['name'])}</b> <span class='schedule'>{escape(model.get('schedule', ''))}</span>"
+    chart = residuals(model["points"], model["name"])
+    return f"<div><figure><figcaption>{name}</figcaption>{chart}</figure>{_residual_table(model)}</div>"
 
 
 def _residual_table(model: dict) -> str:
-    worst = sorted(model["points"], key=lambda p: -abs(p[1] / p[0] - 1))[:8]
+    worst = sorted(model["points"], key=lambda p: -abs(p[1] / p[0] - 1))[:5]
     rows = [
         [f"{measured:.1f}", f"{predicted:.1f}", f"{predicted / measured - 1:+.1%}"] for measured, predicted in worst
     ]
-    return _table(["measured µs", "predicted µs", "residual"], rows, f"{model['name']}: largest residuals", (0, 1, 2))
+    return _table(["measured µs", "predicted µs", "residual"], rows, "largest residuals", (0, 1, 2))
 
 
 def _provenance_section(data: ReportData) -> str:

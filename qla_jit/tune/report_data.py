@@ -22,6 +22,7 @@ from ..db.records import ALL_WORKLOADS, BestRow, Environment, Trial
 from ..errors import UnsupportedError
 from ..schedule import Schedule
 from .finals import best_row, overall_row
+from .report_models import plain_models
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ def from_database(db: Database, arch: str | None = None) -> ReportData:
     best = [_line(row, layer) for name in archs for layer, row in db.best_rows(name)]
     data = ReportData([f"{db.path} over the shipped rows"], trials, best, panels_of(trials))
     data.left_out = dict(db.left_out())
+    fits = dict.fromkeys(fit for problem in data.problems for fit in db.fits(problem))
+    data.models = plain_models(fits, trials, [line.row for line in best])
     return data
 
 
@@ -149,7 +152,9 @@ def from_files(paths: Sequence[str | Path], arch: str | None = None) -> ReportDa
     decided = [row for row in decided_rows(panels) if (row.problem, row.workload) not in known]
     best += [_line(row, "recorded race") for row in decided]
     left_out = sum((r.left_out for r in records), Counter())
-    return ReportData([str(path) for path in paths], trials, best, panels, [], dict(left_out))
+    fits = [fit for r in records for fit in r.fits if arch in (None, fit.problem.arch)]
+    models = plain_models(fits, trials, [line.row for line in best])
+    return ReportData([str(path) for path in paths], trials, best, panels, models, dict(left_out))
 
 
 def _line(row: BestRow, layer: str) -> BestLine:

@@ -31,6 +31,7 @@ white-space:nowrap}.good{color:var(--green)}.bad{color:var(--red)}
 background:linear-gradient(to right,var(--bar) calc(var(--w)*100%),var(--soft) 0)}
 .tiles,.panels{display:flex;flex-wrap:wrap;gap:.6rem 1.6rem;align-items:flex-start}
 .tiles>.wide{flex:0 1 auto}
+.panels>div{flex:0 1 370px;min-width:280px}
 figure{margin:.4rem 0;flex:0 1 370px;min-width:280px}figcaption{font-size:13.5px;color:var(--quiet)}
 figcaption b{color:var(--ink)}figure svg{width:100%;height:auto;display:block}
 details{border:1px solid var(--line);border-radius:8px;padding:.2rem .9rem;margin:.5rem 0}

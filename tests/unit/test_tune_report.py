@@ -19,7 +19,8 @@ from tuning_fakes import (
 
 from qla_jit import cli
 from qla_jit.db import Database, jsonl
-from qla_jit.db.records import Environment
+from qla_jit.db.lookup import family
+from qla_jit.db.records import CostModel, Environment
 from qla_jit.tune.report import model_section, render
 from qla_jit.tune.report_charts import curve, residuals, ticks
 from qla_jit.tune.report_data import failures, filtered, from_database, from_files, panels_of, template_sources
@@ -208,6 +209,23 @@ def test_cost_model_section_is_there_only_with_a_model():
     without_points = {k: v for k, v in model.items() if k != "points"}
     assert "figure" not in checked(f"<main>{model_section([without_points])}</main>").seen
     assert residuals([], "x") == ""
+
+
+def test_fits_of_the_database_are_drawn_with_their_residuals(tmp_path):
+    coefficients = (1.5, 0.05, 6.0)
+    fit = CostModel(
+        family(problem()), point(), "work", coefficients, 3, 0.02, 0.05, "ab" * 32, DIGEST, ENVIRONMENT, "2026"
+    )
+    trials = [trial(workload=w, median=m) for w, m in (("1x8192", 200.0), ("8192x4", 800.0), ("1024x8", 120.0))]
+    with Database(tmp_path / "user.sqlite", shipped=False) as db:
+        db.store.add(trials=trials, fits=[fit], best=[best(point())])
+        data = from_database(db)
+    (model,) = data.models
+    assert (model["rows"], model["loo_error"], len(model["points"])) == (3, 0.02, 3)
+    assert model["note"].startswith("in use") and "stale" not in model["note"]
+    found = checked(render(data))
+    assert "Cost model" in found.text and "us_per_step" in found.text and "largest residuals" in found.text
+    assert from_files([tmp_path / "user.sqlite"]).models == data.models
 
 
 @pytest.mark.parametrize(("low", "high", "log"), [(33.0, 41.0, False), (20.0, 9000.0, True), (100.0, 100.5, False)])
