@@ -136,8 +136,6 @@ def prim_func(problem: Problem, schedule: Schedule):
             slot0 = token0 // C + seq
 
             row = state_rows[seq]
-            until_checkpoint = T.alloc_var("int32")  # chunks; never reached if there are none
-            until_checkpoint = T.if_then_else(chunks_per_checkpoint > 0, chunks_per_checkpoint, length + 1)
             if has_initial != 0 and row >= 0:
                 for r, c in T.Parallel(DVT, DK):
                     if v_first:
@@ -193,13 +191,10 @@ def prim_func(problem: Problem, schedule: Schedule):
                 for r, c in T.Parallel(C, DVT):
                     if token0 + i * C + r <= last:
                         o[token0 + i * C + r, head, dv0 + c] = o_s[r, c]
-                until_checkpoint = until_checkpoint - 1
-                if until_checkpoint == 0:
-                    if length >= i * C + C:
-                        passed = T.truncdiv(i + 1, chunks_per_checkpoint)
-                        save_state(state, checkpoints, checkpoint_rows[seq] + passed - 1,
-                                   head, dv0)  # fmt: skip
-                    until_checkpoint = chunks_per_checkpoint
+                whole = length >= i * C + C
+                if chunks_per_checkpoint > 0 and whole and T.truncmod(i + 1, T.max(chunks_per_checkpoint, 1)) == 0:
+                    passed = T.truncdiv(i + 1, T.max(chunks_per_checkpoint, 1))
+                    save_state(state, checkpoints, checkpoint_rows[seq] + passed - 1, head, dv0)
             if has_final != 0 and row >= 0:
                 save_state(state, final, row, head, dv0)
 
