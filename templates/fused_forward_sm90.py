@@ -97,7 +97,8 @@ def work(problem: Problem, schedule: Schedule) -> Work:
     split = schedule["dv_split"]
     state = 2 * c * dk * dv * 3 + 2 * c * c * dv  # K S, Q S, Xt Y, B Y
     operands = split * (2 * c * c * dk * 2 + 2 * c**3)  # Q Kt, X, B
-    read = 2 * c * dv + split * (2 * 2 * c * dk // problem.group_size + 2 * c * c + 4 * c)
+    inverse = 2 * c * c * 3 // 4  # without its zero quarter
+    read = 2 * c * dv + split * (2 * 2 * c * dk // problem.group_size + inverse + 4 * c)
     return Work(flops=state + operands, bytes_read=read, bytes_written=2 * c * dv)
 
 
