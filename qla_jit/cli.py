@@ -7,13 +7,18 @@ the program with their message and exit code 2; a missing extra is named with th
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from collections.abc import MutableMapping
 
 from .errors import QlaError
 
 NEEDED = ("typer", "rich", "optuna", "matplotlib")
 #: Options that belong to the program itself, not to ``run``.
 PROGRAM_OPTIONS = ("--help", "--install-completion", "--show-completion", "--version")
+
+#: Set by the shell functions that ``--install-completion`` installs; bash sends words, zsh and fish a line.
+COMPLETING, ARGUMENTS = "_QLA_TUNE_COMPLETE", "_TYPER_COMPLETE_ARGS"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,12 +36,33 @@ def main(arguments: list[str] | None = None) -> None:
 
     if arguments and arguments[0].startswith("-") and arguments[0] not in PROGRAM_OPTIONS:
         arguments.insert(0, "run")
+    if COMPLETING in os.environ:
+        _complete_options_of_run(os.environ)
     try:
         app(arguments, prog_name="qla-tune")
     except QlaError as error:
+        if "--json" in arguments:
+            from .tune import json_output
+
+            name = {"type": type(error).__name__, "message": str(error)}
+            json_output.write(arguments[0], False, error=name)
         _fail(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _complete_options_of_run(environment: MutableMapping[str, str]) -> None:
+    """A shell completes ``qla-tune --he`` as the options of ``run``: put the verb into the words that it sent."""
+    bash = environment[COMPLETING].endswith("bash")
+    name = "COMP_WORDS" if bash else ARGUMENTS
+    words = environment.get(name, "")
+    first = words.split()[1:2]
+    if not first or not first[0].startswith("-") or first[0] in PROGRAM_OPTIONS:
+        return
+    program, _, rest = words.partition(first[0])
+    environment[name] = f"{program}run {first[0]}{rest}"
+    if bash:
+        environment["COMP_CWORD"] = str(int(environment["COMP_CWORD"]) + 1)
 
 
 def _fail(message: str) -> None:

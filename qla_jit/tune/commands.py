@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +14,7 @@ from ..db.jsonl import Recorder
 from ..db.layers import Database, open_db
 from ..errors import UnsupportedError
 from ..workload import DEFAULT_WORKLOADS, lengths_of
-from . import tables
+from . import json_output, tables
 from .compile_only import compile_points
 from .compile_pool import CompilePool
 from .environment import has_gpu
@@ -92,14 +90,14 @@ def run(
     plan = Plan(tuple(problems), workloads, budget, max_trials, seed)
     setup = Setup(jobs, device, _absolute(replay), _absolute(record), _absolute(picture))
     with open_db(db) as database:
-        _tune(plan, setup, database, as_json)
+        _tune(plan, setup, database, as_json, "run")
 
 
 @app.command()
 def resume(db: DbPath = None, as_json: AsJson = False) -> None:
     """Go on with the last sweep of the database, with the options that it was started with."""
     with open_db(db) as database:
-        _tune(*recall(database), database, as_json)
+        _tune(*recall(database), database, as_json, "resume")
 
 
 def _absolute(path: Path | None) -> str | None:
@@ -107,7 +105,7 @@ def _absolute(path: Path | None) -> str | None:
     return None if path is None else str(path.absolute())
 
 
-def _tune(plan: Plan, setup: Setup, database: Database, as_json: bool) -> None:
+def _tune(plan: Plan, setup: Setup, database: Database, as_json: bool, verb: str) -> None:
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         made = _evaluator(setup.replay, setup.jobs, setup.device, plan.seed)
@@ -115,7 +113,7 @@ def _tune(plan: Plan, setup: Setup, database: Database, as_json: bool) -> None:
         recorder = stack.enter_context(contextlib.closing(Recorder(setup.record))) if setup.record else None
         listener = stack.enter_context(ProgressListener(console))
         report = run_sweep(plan, evaluator, database, listener, recorder, setup)
-    _finish(report, database, setup.picture, console, as_json)
+    _finish(report, database, setup.picture, console, as_json, verb)
 
 
 def _evaluator(replay: str | None, jobs: int | None, device: int, seed: int) -> Evaluator:
@@ -129,12 +127,14 @@ def _evaluator(replay: str | None, jobs: int | None, device: int, seed: int) -> 
     return LiveEvaluator(CompilePool(jobs), Worker(device), seed)
 
 
-def _finish(report: Report, db: Database, picture: str | None, console: Console, as_json: bool) -> None:
+def _finish(
+    report: Report, db: Database, picture: str | None, console: Console, as_json: bool, verb: str
+) -> None:
     if picture is not None:
         draw(report.units, picture, title="qla-tune: time of every trial")
     if as_json:
-        json.dump({**tables.sweep_json(report), "db": str(db.path)}, sys.stdout, indent=1)
-        print()
+        ok = report.stopped in ("", "budget") and any(unit.row for unit in report.units)
+        json_output.write(verb, ok, **tables.sweep_json(report), db=str(db.path))
     else:
         Console().print(tables.sweep_table(report))
     count, minutes = len(report.trials), report.seconds / 60
@@ -160,12 +160,12 @@ def _finish(report: Report, db: Database, picture: str | None, console: Console,
 def _compile_only(problems, jobs, budget, max_points, seed, console: Console, as_json: bool) -> None:
     with CompilePool(jobs) as pool, ProgressListener(console) as listener:
         report = compile_points(problems, pool, budget, max_points, seed, listener.compiled)
+    failed = sum(result.status != "ok" for _, result in report.compiled)
     if as_json:
-        json.dump(tables.compile_json(report), sys.stdout, indent=1)
-        print()
+        ok = report.stopped != "interrupted" and failed < len(report.compiled)
+        json_output.write("run", ok, **tables.compile_json(report))
     else:
         Console().print(tables.compile_table(report))
-    failed = sum(result.status != "ok" for _, result in report.compiled)
     console.print(f"{len(report.compiled) - failed} compiled, {failed} failed, {report.left} left", highlight=False)
     if report.stopped == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)

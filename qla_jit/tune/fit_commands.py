@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,6 +14,7 @@ from ..db.lookup import is_current
 from ..db.records import CostModel, problem_body
 from ..errors import DatabaseError
 from ..model.fit import Refusal, fit_models, observations
+from . import json_output
 from .evaluate import now
 from .options import AsJson, DbPath
 
@@ -58,8 +57,7 @@ def fit(
         fitted = fit_database(database, arch)
         path = str(database.path)
     if as_json:
-        json.dump({**fitted_json(fitted), "db": path}, sys.stdout, indent=1)
-        print()
+        json_output.write("fit", bool(fitted.models), **fitted_json(fitted), db=path)
     else:
         _print(fitted)
     text = f"{len(fitted.models)} cost models stored in {path}, {len(fitted.refused)} refused"

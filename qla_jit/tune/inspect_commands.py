@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated
 
 import typer
@@ -11,8 +9,10 @@ from rich.console import Console
 
 from ..artifacts import ArtifactStore
 from ..db.layers import open_db
-from . import tables
+from . import json_output, tables
 from .doctor import examine
+from .explain import explain
+from .explain_output import explanation_json, print_explanation
 from .options import (
     DEFAULT_HEADS,
     Arch,
@@ -43,20 +43,25 @@ def show(
     beta_dtype: BetaDtype = "float32",
     chunk_size: ChunkSize = "64",
     workload: Annotated[str, typer.Option(help="Prefer rows measured on this workload.")] = "",
+    brief: Annotated[bool, typer.Option("--brief", help="Only the table, without the reasons.")] = False,
     db: DbPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the schedule that compile() would use, and where it came from."""
+    """Print the schedule that compile() would use, where it came from, what it beat, and what was rejected."""
     problems = problems_of(
         arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size, gate_dtype, beta_dtype
     )
     with open_db(db) as database:
-        matches = [database.lookup(problem, workload or None) for problem in problems]
+        store = ArtifactStore()
+        found = [explain(database, problem, workload or None, store) for problem in problems]
         if as_json:
-            json.dump([tables.match_json(match) for match in matches], sys.stdout, indent=1)
-            print()
-        else:
-            Console().print(tables.match_table(matches, database))
+            rows = [explanation_json(f) for f in found]
+            json_output.write("show", True, db=str(database.path), rows=rows)
+            return
+        console = Console()
+        console.print(tables.match_table([f.match for f in found], database))
+        for f in [] if brief else found:
+            print_explanation(f, console)
 
 
 def doctor(db: DbPath = None, as_json: AsJson = False) -> None:
@@ -65,8 +70,7 @@ def doctor(db: DbPath = None, as_json: AsJson = False) -> None:
         findings = examine(database, ArtifactStore())
     problems = sum(finding.is_problem for finding in findings)
     if as_json:
-        json.dump({"ok": not problems, "findings": [f.as_dict() for f in findings]}, sys.stdout, indent=1)
-        print()
+        json_output.write("doctor", not problems, findings=[f.as_dict() for f in findings])
     else:
         Console().print(tables.doctor_table(findings))
     if problems:

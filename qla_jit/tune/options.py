@@ -7,24 +7,37 @@ from typing import Annotated
 
 import typer
 
-from ..config import FORWARD_KERNELS, KERNELS, OpConfig
+from ..arch import ARCHS
+from ..config import DTYPES, FORWARD_KERNELS, KERNELS, STATE_DTYPES, OpConfig
 from ..errors import ConfigError
 from .space import plan_problems
 
 #: Heads of the models that are tuned when none are named: Qwen3.5/3.6 and Qwen3-Next at TP 1 to 8.
 DEFAULT_HEADS = "2:8,4:16,8:32,16:64,16:48,16:32,16:16,32:32"
 
-Arch = Annotated[str, typer.Option(help="Architecture to tune for: sm90, sm100, sm103, sm120, sm121.")]
-Heads = Annotated[str, typer.Option(help="H:HV query/key and value heads, several separated by commas.")]
+Arch = Annotated[
+    str,
+    typer.Option(
+        help="Architecture to tune for: sm90, sm100, sm103, sm120, sm121.", autocompletion=lambda: list(ARCHS)
+    ),
+]
+Heads = Annotated[
+    str,
+    typer.Option(
+        help="H:HV query/key and value heads, several separated by commas.",
+        autocompletion=lambda: DEFAULT_HEADS.split(","),
+    ),
+]
 HeadDim = Annotated[str, typer.Option(help="Head dimension, or K:V where they differ.")]
 Kernels = Annotated[
     str,
     typer.Option(
-        help=f"Kernels separated by commas, of {', '.join(KERNELS)}; by default {', '.join(FORWARD_KERNELS)}."
+        help=f"Kernels separated by commas, of {', '.join(KERNELS)}; by default {', '.join(FORWARD_KERNELS)}.",
+        autocompletion=lambda: list(KERNELS),
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
-StateDtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16 or float16.", autocompletion=lambda: list(DTYPES))]
+StateDtype = Annotated[str, typer.Option(help="float32 or bfloat16.", autocompletion=lambda: list(STATE_DTYPES))]
 GateDtype = Annotated[str, typer.Option(help="Of g, for input_activation: float32, bfloat16 or float16.")]
 BetaDtype = Annotated[str, typer.Option(help="Of beta, for input_activation: float32, bfloat16 or float16.")]
 StateVFirst = Annotated[bool, typer.Option("--state-v-first", help="States are [N, HV, V, K].")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +14,8 @@ from rich.console import Console
 from ..db import jsonl
 from ..db.layers import open_db
 from ..db.merge import merge
+from ..errors import ConfigError
+from . import json_output
 from .options import AsJson, DbPath
 
 
@@ -29,26 +30,42 @@ def export_rows(
     arch: Annotated[str | None, typer.Option(help="Only rows of this architecture.")] = None,
     trials: Annotated[bool, typer.Option(help="Also every trial, not only the best rows.")] = True,
     db: DbPath = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write your records as canonical JSONL: equal contents give equal bytes."""
+    if as_json and file is None:
+        raise ConfigError("`--json` needs a FILE, because stdout is where the rows go without one; name a file.")
     with open_db(db) as database:
         text, left_out = database.export_text(arch, trials), database.left_out()
     _say_left_out(Console(stderr=True), left_out)
     if file is None:
         sys.stdout.write(text)
     else:
+        _write(file, text)
+    if as_json:
+        json_output.write("export", True, file=str(file), lines=text.count("\n"), left_out=dict(left_out))
+
+
+def _write(file: Path, text: str) -> None:
+    try:
         file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the file to export to must be writable, but {error}; name another.") from error
 
 
 def import_rows(
     file: Annotated[Path, typer.Argument(help="JSONL file that qla-tune export or --record wrote.")],
     db: DbPath = None,
+    as_json: AsJson = False,
 ) -> None:
     """Add the records of a JSONL file to your database: all of them or none."""
     records = jsonl.read(file)
     with open_db(db) as database:
         database.import_records(records)
         path = database.path
+    if as_json:
+        counts = {"best_rows": len(records.best), "trials": len(records.trials), "fits": len(records.fits)}
+        json_output.write("import", True, **counts, left_out=dict(records.left_out), db=str(path))
     console = Console(stderr=True)
     console.print(f"{len(records.best)} best rows and {len(records.trials)} trials are in {path}", highlight=False)
     _say_left_out(console, records.left_out)
@@ -63,8 +80,7 @@ def merge_rows(
     with open_db(into) as database:
         done = merge(sources, database)
     if as_json:
-        json.dump({**asdict(done), "db": str(into)}, sys.stdout, indent=1)
-        print()
+        json_output.write("merge", True, **asdict(done), db=str(into))
     text = (
         f"{done.trials_new} of {done.trials_read} trials were new; best rows: {done.best_new} new, "
         f"{done.best_replaced} replaced, {done.best_kept} kept; cost models: {done.fits_new} new; all in {into}"

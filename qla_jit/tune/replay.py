@@ -5,8 +5,10 @@ A point that was not recorded raises ReplayMissError; it is never guessed from i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 from ..config import Problem
@@ -15,6 +17,19 @@ from ..db.records import Environment, Trial
 from ..errors import DatabaseError, ReplayMissError
 from ..schedule import Schedule
 from .space import Space
+
+
+def shipped_sweeps(arch: str = "") -> list[Path]:
+    """The recorded sweeps of the package, all or those of an arch."""
+    folder = resources.files("qla_jit.tuning_db").joinpath("sweeps")
+    names = (Path(str(file)) for file in folder.iterdir() if file.name.endswith(".jsonl"))
+    return sorted(path for path in names if path.name.startswith(f"{arch}_" if arch else ""))
+
+
+@functools.cache
+def shipped_trials(arch: str) -> tuple[Trial, ...]:
+    """The trials of all shipped sweeps of an arch."""
+    return tuple(trial for path in shipped_sweeps(arch) for trial in jsonl.read(path).trials)
 
 
 class ReplayEvaluator:

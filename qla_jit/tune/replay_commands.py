@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -17,15 +16,9 @@ from ..db.records import problem_body
 from ..errors import ConfigError, ReplayMissError
 from . import json_output
 from .options import AsJson, DbPath, names_in
-from .replay import ReplayEvaluator
+from .replay import ReplayEvaluator, shipped_sweeps
 from .replay_study import STRATEGIES, Replayed, SeedRun, replay
 from .search import NEIGHBOURS
-
-
-def shipped_sweeps() -> list[Path]:
-    """The recorded sweeps of the package."""
-    folder = resources.files("qla_jit.tuning_db").joinpath("sweeps")
-    return sorted(Path(str(file)) for file in folder.iterdir() if file.name.endswith(".jsonl"))
 
 
 def replay_sweeps(

@@ -21,6 +21,7 @@ from qla_jit.tune import commands, inspect_commands
 from qla_jit.tune.doctor import Finding
 from qla_jit.tune.sweep import Plan, run_sweep
 
+ENVELOPE = {"format": "qla-tune", "version": 1, "ok": True}
 BASE = ["--arch", "sm90", "--head-dim", "128", "--heads", "16:64", "--kernels", "fused_forward", "--workload", "8192x4"]
 
 
@@ -101,7 +102,7 @@ def test_show_says_where_each_schedule_comes_from(tmp_path, capsys):
     with Database(tmp_path / "user.sqlite", shipped=False) as db:
         db.store.put_best(best(problem_=problem(8, 32)))
     assert call("show", "--heads", "8:32,16:64,1:1", "--kernels", "fused_forward", "--json") == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["kind"], r["distance"]) for r in rows] == [("exact", 0.0), ("nearest", 2.0), ("default", 0.0)]
     assert call("show", "--heads", "16:64", "--kernels", "fused_forward") == 0
     assert "nearest row of the user database" in capsys.readouterr().out
@@ -195,7 +196,8 @@ def test_merge_unites_files_and_says_what_it_did(tmp_path, capsys):
     into = tmp_path / "into.sqlite"
     assert call("merge", tmp_path / "a.jsonl", tmp_path / "b.sqlite", "--into", into, "--json") == 0
     counts = {"trials_read": 3, "trials_new": 2, "best_new": 2, "best_replaced": 0, "best_kept": 0}
-    assert json.loads(capsys.readouterr().out) == {**counts, "fits_new": 0, "left_out": {}, "db": str(into)}
+    told = json.loads(capsys.readouterr().out)
+    assert told == {**ENVELOPE, "verb": "merge", **counts, "fits_new": 0, "left_out": {}, "db": str(into)}
     rows = Database(into, shipped=False).best_rows("sm90")
     assert [(row.workload, row.median_us) for _, row in rows] == [("*", 80.0), ("8192x4", 50.0)]
     assert call("merge", tmp_path / "a.jsonl", tmp_path / "none.jsonl", "--into", into) == 2

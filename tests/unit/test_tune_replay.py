@@ -7,7 +7,7 @@ from qla_jit import cli
 from qla_jit.db import Database, jsonl
 from qla_jit.db.lookup import ranked
 from qla_jit.errors import ConfigError, ReplayMissError
-from qla_jit.tune import replay_commands
+from qla_jit.tune import replay as recordings
 from qla_jit.tune.replay import ReplayEvaluator
 from qla_jit.tune.replay_study import replay, trials_of
 from qla_jit.tune.sweep import Plan, run_sweep
@@ -135,7 +135,7 @@ def test_verb_takes_neighbours_from_the_database(recording, tmp_path, capsys):
 
 def test_shipped_sweeps_are_what_is_replayed_when_none_is_named(monkeypatch, capsys):
     monkeypatch.undo()  # the real templates
-    names = [path.name for path in replay_commands.shipped_sweeps()]
+    names = [path.name for path in recordings.shipped_sweeps()]
     assert len(names) == 8 and "sm90_16_64.jsonl" in names
     assert call("replay", "--heads", "16:64", "--kernels", "fused_forward", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["units"]) == 3
