@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,7 @@ from .options import (
     Kernels,
     StateDtype,
     StateVFirst,
+    devices_of,
     problems_of,
 )
 from .picture import draw
@@ -44,6 +46,7 @@ from .record_commands import export_rows, import_rows, merge_rows
 from .replay import ReplayEvaluator
 from .replay_commands import replay_sweeps
 from .report_commands import write_report
+from .shared_board import SharedBoard, without_password
 from .sweep import Report, run_sweep
 from .worker import Worker
 
@@ -74,7 +77,12 @@ def run(
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Fill the kernel cache; needs no GPU.")] = False,
     seed: Annotated[int, typer.Option(help="Of the search and of the data.")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compiler processes; one per core by default.")] = None,
-    device: Annotated[int, typer.Option(min=0, help="CUDA device to measure on.")] = 0,
+    devices: Annotated[
+        str, typer.Option("--devices", "--device", help="CUDA devices to measure on, separated by commas.")
+    ] = "0",
+    storage: Annotated[
+        str | None, typer.Option(help="Database where hosts share this sweep: postgresql+psycopg://USER@HOST/NAME.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tune: enumerate, compile, verify, measure, store.  Ctrl-C stops; resume, or the same command, goes on."""
@@ -88,9 +96,12 @@ def run(
         _compile_only(problems, jobs, budget, max_trials, seed, Console(stderr=True), as_json)
         return
     plan = Plan(tuple(problems), workloads, budget, max_trials, seed)
-    setup = Setup(jobs, device, _absolute(replay), _absolute(record), _absolute(picture))
+    setup = Setup(
+        jobs, devices_of(devices), _absolute(replay), _absolute(record), _absolute(picture),
+        None if storage is None else without_password(storage),
+    )  # fmt: skip
     with open_db(db) as database:
-        _tune(plan, setup, database, as_json, "run")
+        _tune(plan, setup, database, as_json, "run", storage)
 
 
 @app.command()
@@ -105,18 +116,23 @@ def _absolute(path: Path | None) -> str | None:
     return None if path is None else str(path.absolute())
 
 
-def _tune(plan: Plan, setup: Setup, database: Database, as_json: bool, verb: str) -> None:
+def _tune(
+    plan: Plan, setup: Setup, database: Database, as_json: bool, verb: str, storage: str | None = None
+) -> None:
+    """storage: the URL with its password, where the command gave one."""
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
-        made = _evaluator(setup.replay, setup.jobs, setup.device, plan.seed)
+        made = _evaluator(setup.replay, setup.jobs, setup.devices, plan.seed)
         evaluator = stack.enter_context(contextlib.closing(made))
         recorder = stack.enter_context(contextlib.closing(Recorder(setup.record))) if setup.record else None
         listener = stack.enter_context(ProgressListener(console))
-        report = run_sweep(plan, evaluator, database, listener, recorder, setup)
+        url = storage or setup.storage
+        board = None if url is None else SharedBoard(url)
+        report = run_sweep(plan, evaluator, database, listener, recorder, setup, board)
     _finish(report, database, setup.picture, console, as_json, verb)
 
 
-def _evaluator(replay: str | None, jobs: int | None, device: int, seed: int) -> Evaluator:
+def _evaluator(replay: str | None, jobs: int | None, devices: Sequence[int], seed: int) -> Evaluator:
     if replay is not None:
         return ReplayEvaluator.from_file(replay)
     if not has_gpu():
@@ -124,7 +140,7 @@ def _evaluator(replay: str | None, jobs: int | None, device: int, seed: int) -> 
             "a CUDA GPU must be present to measure, but PyTorch sees none; two things work without one: "
             "`--replay FILE` searches a recorded sweep, `--compile-only` fills the kernel cache."
         )
-    return LiveEvaluator(CompilePool(jobs), Worker(device), seed)
+    return LiveEvaluator(CompilePool(jobs), [Worker(device) for device in devices], seed)
 
 
 def _finish(
@@ -142,6 +158,8 @@ def _finish(
     console.print(f"{count} trials in {report.seconds:.1f} s{rate}, stored in {db.path}", highlight=False)
     if picture is not None:
         console.print(f"picture: {picture}", highlight=False)
+    for reason in report.lost:
+        console.print(f"a card was given up: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if report.stopped:
         text = (
             f"stopped early: {report.stopped}; run the same command again to go on, or: "

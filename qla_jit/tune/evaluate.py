@@ -5,8 +5,10 @@ Search, finals and the sweep know only `Evaluator`, so the same code runs on rec
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import datetime, timezone
@@ -17,9 +19,11 @@ from ..db.records import Environment, Times, Trial
 from ..schedule import Schedule
 from ..spec import KernelSpec
 from ..workload import lengths_of
+from .cards import Cards
 from .compile_pool import Compiled, CompilePool
+from .roofline import floor_us
 from .space import Space
-from .worker import Worker
+from .worker import Worker, WorkerLostError
 
 SAMPLES = 40
 RACE_SAMPLES = 20
@@ -33,6 +37,7 @@ class Evaluator(Protocol):
     """Turns a point into a `Trial`; never raises for what a schedule does wrong."""
 
     width: int  # points worth asking for ahead of measuring
+    lanes: int  # calls of `evaluate` that may run side by side, each in a thread of its own
 
     @property
     def environment(self) -> Environment: ...
@@ -79,19 +84,26 @@ def now() -> str:
 
 
 class LiveEvaluator:
-    """Compiles in a pool, runs in a killable process on one card."""
+    """Compiles in a pool, runs in killable processes, one per card.  Safe to share between threads."""
 
-    def __init__(self, pool: CompilePool, worker: Worker, seed: int = 0, samples: int = SAMPLES):
+    def __init__(self, pool: CompilePool, workers: Worker | Sequence[Worker], seed: int = 0, samples: int = SAMPLES):
         self._pool = pool
-        self._worker = worker
+        self._cards = Cards([workers] if isinstance(workers, Worker) else workers)
         self._seed = seed
         self._samples = samples
         self._sources: dict[tuple[Problem, str, str], Schedule] = {}
-        self.width = max(2, pool.jobs)
+        self._lock = threading.Lock()
+        self.lanes = self._cards.count
+        self.width = max(2, pool.jobs, 2 * self.lanes)
 
     @property
     def environment(self) -> Environment:
-        return self._worker.environment
+        return self._cards.environment
+
+    @property
+    def lost(self) -> list[str]:
+        """Why each card that is no longer used was given up."""
+        return self._cards.lost
 
     @property
     def queued(self) -> int:
@@ -121,33 +133,50 @@ class LiveEvaluator:
         if compiled.status != "ok":
             answer = {"status": compiled.status, "reason": compiled.reason}
         else:
-            key = (problem, workload, compiled.source_sha256)
-            twin = self._sources.get(key) if compiled.source_sha256 else None
-            if twin not in (None, schedule):
+            key = (problem, workload, compiled.source_sha256 or spec.digest)
+            with self._lock:  # claimed before it runs: its twin may be on another card's way
+                twin = self._sources.setdefault(key, schedule)
+            if twin != schedule:
                 answer = {"status": "duplicate", "reason": f"lowers to the same CUDA text as {twin}"}
             else:
-                answer = self._run(spec, workload, compiled, self._samples, verify=True)
-                if answer["status"] == "ok":
-                    self._sources[key] = schedule
+                request = self._request(spec, workload, compiled, self._samples, verify=True)
+                answer = _believed(self._cards.measure, request, floor_us(problem, schedule, request["lengths"]))
+                if answer["status"] != "ok":
+                    self._sources.pop(key, None)
         return self._trial(spec, workload, compiled, answer, started, search_s=search_s)
 
     def race(self, problem: Problem, workload: str, schedules: Sequence[Schedule], rounds: int) -> list[Trial]:
         started = time.monotonic()
         specs = [KernelSpec(problem, schedule) for schedule in schedules]
         compiled = [self._compiled(spec, None) for spec in specs]
+        while True:  # all of a race is on one card: where that is lost, it starts again on another
+            try:
+                with self._cards.held() as run:
+                    answers = self._race(specs, compiled, workload, rounds, run)
+                break
+            except WorkerLostError:
+                if self._cards.closed or not self._cards.count:
+                    raise
+        return [
+            self._trial(spec, workload, built, answer, started, phase="final")
+            for spec, built, answer in zip(specs, compiled, answers)
+        ]
+
+    def _race(
+        self, specs: Sequence[KernelSpec], compiled: Sequence[Compiled], workload: str, rounds: int, run: Callable
+    ) -> list[dict]:
         answers = [{} if c.status == "ok" else {"status": c.status, "reason": c.reason} for c in compiled]
         for number in range(rounds):
             order = range(len(specs)) if number % 2 == 0 else reversed(range(len(specs)))
             for i in order:
                 if answers[i].get("status", "ok") != "ok":
                     continue
-                answer = self._run(specs[i], workload, compiled[i], RACE_SAMPLES, verify=number == 0)
+                request = self._request(specs[i], workload, compiled[i], RACE_SAMPLES, verify=number == 0)
+                least = floor_us(specs[i].problem, specs[i].schedule, request["lengths"])
+                answer = _believed(run, request, least)
                 samples = [*answers[i].get("samples_us", ()), *answer.get("samples_us", ())]
                 answers[i] = {**answers[i], **{k: v for k, v in answer.items() if v is not None}, "samples_us": samples}
-        return [
-            self._trial(spec, workload, built, answer, started, phase="final")
-            for spec, built, answer in zip(specs, compiled, answers)
-        ]
+        return answers
 
     def _compiled(self, spec: KernelSpec, deadline: float | None) -> Compiled:
         future = self._pool.submit(spec, urgent=True)
@@ -156,18 +185,16 @@ class LiveEvaluator:
         except (FutureTimeoutError, CancelledError) as error:
             raise OutOfTimeError(f"{spec} was still compiling") from error
 
-    def _run(self, spec: KernelSpec, workload: str, compiled: Compiled, samples: int, verify: bool) -> dict:
-        return self._worker.measure(
-            {
-                "problem": spec.problem.as_dict(),
-                "schedule": spec.schedule.as_dict(),
-                "path": compiled.path,
-                "lengths": lengths_of(workload),
-                "seed": self._seed,
-                "samples": samples,
-                "verify": verify,
-            }
-        )
+    def _request(self, spec: KernelSpec, workload: str, compiled: Compiled, samples: int, verify: bool) -> dict:
+        return {
+            "problem": spec.problem.as_dict(),
+            "schedule": spec.schedule.as_dict(),
+            "path": compiled.path,
+            "lengths": lengths_of(workload),
+            "seed": self._seed,
+            "samples": samples,
+            "verify": verify,
+        }
 
     def _trial(
         self,
@@ -199,8 +226,28 @@ class LiveEvaluator:
             local_bytes=compiled.report.get("local_bytes"),
             times=Times(*(round(t, 6) for t in (compiled.seconds, verify_s, measure_s, search_s, overhead_s))),
             created=now(),
+            sm_mhz=answer.get("sm_mhz"),
+            memory_mhz=answer.get("memory_mhz"),
         )
 
     def close(self) -> None:
-        self._worker.close()
+        self._cards.close()
         self._pool.close()
+
+
+def _believed(run: Callable[[dict], dict], request: dict, least_us: float) -> dict:
+    """What ``run`` measures; a time below the roofline floor is measured again, and is ``wrong`` if that is no better:
+    whatever was timed, it was not the whole kernel."""
+    answer = run(request)
+    if not _too_fast(answer, least_us):
+        return answer
+    again = run({**request, "verify": True})
+    if not _too_fast(again, least_us):
+        return again
+    times = [f"{statistics.median(a['samples_us']):.3g}" for a in (answer, again)]
+    reason = f"measured {' and then '.join(times)} us, below the roofline floor of {least_us:.3g} us"
+    return {**again, "status": "wrong", "reason": reason, "samples_us": []}
+
+
+def _too_fast(answer: dict, least_us: float) -> bool:
+    return answer["status"] == "ok" and statistics.median(answer["samples_us"]) < least_us

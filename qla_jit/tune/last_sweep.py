@@ -31,13 +31,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a sweep is run with: compiler processes (None: one per core), CUDA device, and absolute paths of files."""
+    """What a sweep is run with: compiler processes (None: one per core), CUDA devices, and absolute paths of files.
+
+    storage: database where hosts share the sweep, without its password.
+    """
 
     jobs: int | None = None
-    device: int = 0
+    devices: tuple[int, ...] = (0,)
     replay: str | None = None
     record: str | None = None
     picture: str | None = None
+    storage: str | None = None
 
 
 def remember(db: Database, plan: Plan, setup: Setup) -> None:
@@ -70,6 +74,9 @@ def _decoded(text: str, path: str) -> tuple[Plan, Setup]:
             f"`version == {VERSION}` must hold for a stored sweep, but {path} has {values['version']}; another "
             f"qla-jit wrote it: resume with that one, or start the sweep again."
         )
-    plan = values["plan"]
+    plan, setup = values["plan"], values["setup"]
+    if "device" in setup:  # before a sweep could have several
+        setup["devices"] = [setup.pop("device")]
+    setup["devices"] = tuple(setup["devices"])
     problems = tuple(Problem.from_dict(p) for p in plan.pop("problems"))
-    return Plan(problems, tuple(plan.pop("workloads")), **plan), Setup(**values["setup"])
+    return Plan(problems, tuple(plan.pop("workloads")), **plan), Setup(**setup)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..config import Problem
+from .clocks import Clocks
 
 FLUSH_BYTES = 256 << 20
 MIN_SAMPLES = 5
@@ -25,7 +26,8 @@ EDGE_GATES = ("none", "violent")  # the workload itself has mild decay on most h
 
 @dataclass
 class Measurement:
-    """What the worker answers: status and reason, times in µs, the largest relative error seen, seconds spent."""
+    """What the worker answers: status and reason, times in µs, the largest relative error seen, seconds spent, and the
+    clocks while it was timed."""
 
     status: str = "ok"
     reason: str = ""
@@ -33,6 +35,8 @@ class Measurement:
     error: float | None = None
     verify_s: float = 0.0
     measure_s: float = 0.0
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
 
 
 class Bench:
@@ -78,6 +82,7 @@ def measure(
     samples: int,
     verify: bool,
     stage: Callable[[str], None],
+    observe: Callable[[], Clocks] = Clocks,
 ) -> Measurement:
     """Verify (unless it was verified before in this sweep), time, and verify the timed graph on fresh data."""
     found = Measurement()
@@ -105,7 +110,8 @@ def measure(
     stage("measure")
     started = time.perf_counter()
     graph = _captured(arena, kernel)
-    taken = _timed(bench, graph, samples)
+    taken, clocks = _timed(bench, graph, samples, observe)
+    found.sm_mhz, found.memory_mhz = clocks.sm_mhz, clocks.memory_mhz
     found.measure_s = time.perf_counter() - started
 
     if verify:
@@ -153,7 +159,7 @@ def _captured(case, kernel):
     return graph
 
 
-def _timed(bench: Bench, graph, samples: int) -> tuple[float, ...]:
+def _timed(bench: Bench, graph, samples: int, observe: Callable[[], Clocks]) -> tuple[tuple[float, ...], Clocks]:
     import torch
 
     def once() -> tuple:
@@ -170,5 +176,6 @@ def _timed(bench: Bench, graph, samples: int) -> tuple[float, ...]:
     one_s = warm[0].elapsed_time(warm[1]) / 1e3
     count = max(MIN_SAMPLES, min(samples, int(SAMPLING_S / max(one_s, 1e-9))))
     events = [once() for _ in range(count)]
+    clocks = observe()  # while the card still works on what was queued
     torch.cuda.synchronize()
-    return tuple(round(start.elapsed_time(end) * 1e3, 3) for start, end in events)
+    return tuple(round(start.elapsed_time(end) * 1e3, 3) for start, end in events), clocks

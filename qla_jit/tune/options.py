@@ -58,6 +58,14 @@ def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def devices_of(text: str) -> tuple[int, ...]:
+    """CUDA device numbers of ``0,1,…``; ConfigError for anything else and for one named twice."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(p.isascii() and p.isdigit() for p in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"`--devices` must be different numbers separated by commas, but got {text!r}; write 0,1.")
+    return tuple(int(p) for p in parts)
+
+
 def _names(text: str, allowed: tuple[str, ...], default: tuple[str, ...], option: str) -> tuple[str, ...]:
     names = tuple(names_in(text)) or default
     unknown = [name for name in names if name not in allowed]

@@ -36,6 +36,7 @@ class ReplayEvaluator:
     """Serves the trials of a JSONL file: the last of each point, its race where one was recorded."""
 
     width = 1
+    lanes = 1
     queued = 0
 
     def __init__(self, trials: Iterable[Trial], name: str = "recording"):

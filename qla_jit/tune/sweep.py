@@ -1,105 +1,57 @@
 """The whole offline line: problems → feasible points → compile → verify and measure → trial rows → finals → best rows.
 
-`run_sweep` needs neither typer nor rich and knows nothing of GPUs; an `Evaluator` does.  Every trial is stored before
-the next begins.  A deadline, Ctrl-C or a lost worker ends the sweep with everything measured so far in the database,
-and the same command goes on from there.
+`run_sweep` needs neither typer nor rich and knows nothing of GPUs; an `Evaluator` does, and says how many trials may
+run side by side.  Every trial is stored as it ends.  Where several hosts share a `Board`, each measures the points that
+it claimed there and stores those of the others too, so every database ends up with all.  A deadline, Ctrl-C or a lost
+worker ends the sweep with everything measured so far in the database, and the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from ..config import Problem
 from ..db import Database
 from ..db.jsonl import Recorder
-from ..db.records import BestRow, Trial
+from ..db.records import Trial
 from ..errors import ConfigError
 from ..registry import digest
 from ..schedule import Schedule
-from .evaluate import Evaluator, OutOfTimeError
-from .finals import ROUNDS, best_row, finalists, overall_row
+from .board import Alone, Board, BoardLostError, race_of, topic_of
+from .evaluate import Evaluator
+from .finals import best_row, finalists, overall_row
+from .lanes import Lanes
 from .last_sweep import Plan, Setup, remember
-from .search import make_strategy
-from .space import Space, archs_match, enumerate_space
+from .races import Race, run_races
+from .search import Strategy, make_strategy
+from .search_round import SearchRound
+from .space import archs_match, enumerate_space
+from .unit import Listener, Report, Unit
 from .worker import WorkerLostError
 
 FINALS_SHARE = 0.15  # of a problem's time
 WEIGHT_POINTS = 64  # a larger space gets no more time for its size
 
 
-@dataclass
-class Unit:
-    """One problem on one workload: its space, the trials that count, and how the search went."""
-
-    space: Space
-    workload: str
-    strategy: str = ""
-    trials: list[Trial] = field(default_factory=list)
-    resumed: int = 0
-    final: list[Trial] = field(default_factory=list)
-    row: BestRow | None = None
-
-    @property
-    def problem(self) -> Problem:
-        return self.space.problem
-
-    @property
-    def statuses(self) -> dict[str, int]:
-        return dict(Counter(t.status for t in self.trials))
-
-    @property
-    def best(self) -> Trial | None:
-        return min((t for t in self.trials if t.status == "ok"), key=lambda t: t.median_us, default=None)
-
-    @property
-    def default(self) -> Trial | None:
-        return next((t for t in self.trials if t.schedule == self.space.default), None)
-
-
-class Listener:
-    """What a sweep reports as it goes; the base class ignores it all."""
-
-    def started(self, units: Sequence[Unit], budget_s: float | None) -> None: ...
-
-    def unit_started(self, unit: Unit, target: int) -> None: ...
-
-    def trial_done(self, unit: Unit, trial: Trial, queued: int) -> None: ...
-
-    def racing(self, unit: Unit, schedules: Sequence[Schedule]) -> None: ...
-
-    def unit_done(self, unit: Unit) -> None: ...
-
-
-@dataclass
-class Report:
-    """How a sweep ended.
-
-    stopped: empty when all was tried, else ``budget``, ``interrupted``, or why no worker can be started.
-    """
-
-    units: list[Unit]
-    overall: list[BestRow] = field(default_factory=list)
-    stopped: str = ""
-    seconds: float = 0.0
-
-    @property
-    def trials(self) -> list[Trial]:
-        """Search trials of this run, in order."""
-        return [t for unit in self.units for t in unit.trials[unit.resumed :]]
-
-
 class Sweep:
     """One run of a plan.  Built and consumed by `run_sweep`."""
 
-    def __init__(self, plan: Plan, evaluator: Evaluator, db: Database, listener: Listener, recorder: Recorder | None):
+    def __init__(
+        self,
+        plan: Plan,
+        evaluator: Evaluator,
+        db: Database,
+        listener: Listener,
+        recorder: Recorder | None,
+        board: Board | None = None,
+    ):
         self.plan = plan
         self.evaluator = evaluator
         self.db = db
         self.listener = listener
         self.recorder = recorder
+        self.board = board or Alone()
+        self.lanes = Lanes(evaluator.lanes)
         self.started = time.monotonic()
         self.end = None if plan.budget_s is None else self.started + plan.budget_s
         self.groups = self._groups()
@@ -133,8 +85,12 @@ class Sweep:
                 report.stopped = "budget"
         except KeyboardInterrupt:
             report.stopped = "interrupted"
-        except WorkerLostError as error:
+        except (WorkerLostError, BoardLostError) as error:
             report.stopped = str(error)
+        finally:
+            self.lanes.close()
+            self.board.close()
+        report.lost = list(getattr(self.evaluator, "lost", ()))
         report.seconds = time.monotonic() - self.started
         return report
 
@@ -165,30 +121,12 @@ class Sweep:
         unit.strategy = strategy.name
         target = self._target(unit)
         self.listener.unit_started(unit, target)
-        pending: list[Schedule] = []
-        while not self._out_of_time(end):
-            searching = time.monotonic()
-            while len(pending) < self.evaluator.width and len(unit.trials) + len(pending) < target:
-                point = strategy.ask()
-                if point is None:
-                    break
-                pending.append(point)
-                self.evaluator.prepare(unit.problem, [point])
-            if not pending:
-                return
-            point = next((p for p in pending if self.evaluator.ready(unit.problem, p)), pending[0])
-            if unit.space.default in pending:  # first of all: without it there is no gain to report
-                point = unit.space.default
-            search_s = time.monotonic() - searching
-            pending.remove(point)
-            try:
-                trial = self.evaluator.evaluate(unit.problem, unit.workload, point, end, search_s)
-            except OutOfTimeError:
-                return
-            self._keep(unit, trial)
-            strategy.tell(trial)
+        topic = topic_of(unit.space, unit.workload, self.evaluator.environment)
+        SearchRound(
+            unit, strategy, target, topic, self.evaluator, self.lanes, self.board, self._keep, end
+        ).run()  # fmt: skip
 
-    def _resume(self, unit: Unit):
+    def _resume(self, unit: Unit) -> Strategy:
         """The strategy, told of what the database knows about this problem as it is now: same source, same card."""
         points, stored = set(unit.space.points), {}
         for trial in self.db.trials(unit.problem, unit.workload):
@@ -214,20 +152,25 @@ class Sweep:
     def _finals(self, group: list[Unit], report: Report) -> None:
         """Race the finalists of all workloads on each, so that one schedule for all of them can be named too."""
         chosen = list(dict.fromkeys(s for unit in group for s in finalists(unit.trials, unit.space.default)))
-        for unit in group:
-            racers = [s for s in chosen if s in unit.space.points]
-            self.listener.racing(unit, racers)
-            for trial in self.evaluator.race(unit.problem, unit.workload, racers, ROUNDS):
-                self._keep(unit, trial)
-            unit.row = best_row(unit.final, unit.space.default, len(unit.trials))
-            if unit.row is not None:
-                self.db.store.put_best(unit.row)
-            self.listener.unit_done(unit)
-        races, trials = {unit.workload: unit.final for unit in group}, sum(len(unit.trials) for unit in group)
-        overall = overall_row(races, group[0].space.default, trials)
+        races = [self._race(unit, [s for s in chosen if s in unit.space.points]) for unit in group]
+        run_races(races, self.evaluator, self.lanes, self.board, self.end, self.listener.racing, self._raced)
+        finals, trials = {unit.workload: unit.final for unit in group}, sum(len(unit.trials) for unit in group)
+        overall = overall_row(finals, group[0].space.default, trials)
         if overall is not None:
             self.db.store.put_best(overall)
             report.overall.append(overall)
+
+    def _race(self, unit: Unit, racers: list[Schedule]) -> Race:
+        topic = topic_of(unit.space, unit.workload, self.evaluator.environment)
+        return Race(unit, racers, race_of(topic, racers))
+
+    def _raced(self, unit: Unit, trials: Sequence[Trial]) -> None:
+        for trial in trials:
+            self._keep(unit, trial)
+        unit.row = best_row(unit.final, unit.space.default, len(unit.trials))
+        if unit.row is not None:
+            self.db.store.put_best(unit.row)
+        self.listener.unit_done(unit)
 
     @staticmethod
     def _out_of_time(end: float | None) -> bool:
@@ -241,12 +184,14 @@ def run_sweep(
     listener: Listener | None = None,
     recorder: Recorder | None = None,
     setup: Setup | None = None,
+    board: Board | None = None,
 ) -> Report:
-    """Run a plan and store every trial and every best row; ``setup`` is what `recall` gives back beside the plan.
+    """Run a plan and store every trial and every best row; ``setup`` is what `recall` gives back beside the plan;
+    ``board`` is where other hosts that run the same plan are met.
 
     Raises ConfigError for a plan of another arch than the evaluator's, ReplayMissError for a point that was not
     recorded, DatabaseError when a row cannot be stored; never for what a schedule does wrong.
     """
-    sweep = Sweep(plan, evaluator, db, listener or Listener(), recorder)
+    sweep = Sweep(plan, evaluator, db, listener or Listener(), recorder, board)
     remember(db, plan, setup or Setup())  # not before: a plan that cannot start must not replace one that can go on
     return sweep.run()

@@ -54,6 +54,7 @@ def sweep_json(report: Report) -> dict:
     return {
         "seconds": round(report.seconds, 3),
         "stopped": report.stopped,
+        "lost_cards": report.lost,
         "trials": len(report.trials),
         "trials_per_minute": round(60 * len(report.trials) / report.seconds, 2) if report.seconds else None,
         "measuring_share": _measuring_share(report),
@@ -66,6 +67,7 @@ def sweep_json(report: Report) -> dict:
                 "infeasible": unit.space.rejected,
                 "trials": len(unit.trials),
                 "resumed": unit.resumed,
+                "elsewhere": unit.elsewhere,
                 "statuses": unit.statuses,
                 "best": row_json(unit.row) if unit.row else None,
             }

@@ -24,6 +24,9 @@ class WorkerLostError(QlaError, RuntimeError):
 
 def _checked(answer: dict) -> dict:
     """The answer, or ``crashed`` where a process with damaged memory answered nonsense."""
+    for name in ("sm_mhz", "memory_mhz"):
+        if not isinstance(answer.get(name), int):
+            answer.pop(name, None)
     samples, error = answer.get("samples_us") or (), answer.get("error")
     numbers = [*samples, 0.0 if error is None else error]
     sound = all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers)
@@ -48,6 +51,7 @@ class Worker:
         self._channel: Channel | None = None
         self._environment: Environment | None = None
         self._suspect = False
+        self._stopped = False
         self.restarts = -1  # the first start is none
 
     @property
@@ -60,6 +64,8 @@ class Worker:
         """A healthy process, started and probed if need be."""
         reasons = []
         while len(reasons) < MAX_START_FAILURES:
+            if self._stopped:
+                raise WorkerLostError("the sweep has ended.")
             try:
                 if self._channel is None or not self._channel.alive:
                     self._start()
@@ -80,13 +86,15 @@ class Worker:
         self.close()
         self._channel = Channel(self._command)
         self.restarts += 1
+        if self._stopped:  # meanwhile, by another thread
+            self._channel.kill()
         hello = self._channel.receive({"": self._start_s})
         if hello["event"] != "ready":
             raise ChannelError("garbage", f"ready was expected, but got {str(hello)[:200]}", "start")
         self._environment = parse(Environment.from_dict, hello.get("environment"))
 
     def measure(self, request: dict) -> dict:
-        """Run one request; returns status, reason, samples_us, error, verify_s, measure_s whatever happens."""
+        """Run one request; returns status, reason, samples_us, error, clocks and times whatever happens."""
         self.ensure()
         try:
             self._channel.send({"op": "measure", **request})
@@ -102,6 +110,13 @@ class Worker:
         if answer.get("status") != "ok":
             self._suspect = True
         return _checked(answer)
+
+    def stop(self) -> None:
+        """Kill the process and start none again; may be called while another thread waits for an answer."""
+        self._stopped = True
+        channel = self._channel
+        if channel is not None:
+            channel.kill()
 
     def close(self) -> None:
         if self._channel is not None:

@@ -5,7 +5,7 @@
        "verify": true}
     → stages load, data, verify, measure, recheck, then
     → {"event": "result", "status": …, "reason": …, "samples_us": […], "error": …, "verify_s": …, "measure_s": …,
-       "sticky": false}
+       "sm_mhz": …, "memory_mhz": …, "sticky": false}
 
 ``sticky`` says that the CUDA context is lost; the process ends after that answer.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from ..config import Problem
 from ..schedule import Schedule
 from ..spec import KernelSpec
+from . import clocks
 from .child import Reply, serve
 from .compile_child import reason_of
 from .environment import environment_of
@@ -43,12 +44,14 @@ class Handler:
         self.device = device
         self._kernels: dict = {}
         self._bench: Bench | None = None
+        self._uuid = ""
 
     def prepare(self) -> dict:
         import torch
 
         torch.cuda.set_device(self.device)
         _probe(self.device)
+        self._uuid = str(getattr(torch.cuda.get_device_properties(self.device), "uuid", ""))
         return {"environment": environment_of(self.device).as_dict()}
 
     def handle(self, request: dict, reply: Reply) -> None:
@@ -88,6 +91,7 @@ class Handler:
             request["samples"],
             request["verify"],
             reply.stage,
+            lambda: clocks.observe(self._uuid),
         )
 
     def _load(self, spec: KernelSpec, path: str):

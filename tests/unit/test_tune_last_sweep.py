@@ -1,5 +1,7 @@
 """A sweep's plan is kept where its trials are, and comes back as it was."""
 
+import json
+
 import pytest
 from tuning_fakes import FakeEvaluator, fake_template, problem, use_templates, with_a_gone_kernel
 
@@ -9,7 +11,7 @@ from qla_jit.tune.last_sweep import KEY, Plan, Setup, recall, remember
 from qla_jit.tune.sweep import run_sweep
 
 PLAN = Plan((problem(), problem(8, 32, chunk_size=32, state_v_first=True)), ("8192x4", "1x64"), 12.5, 9, 3)
-SETUP = Setup(4, 1, "/r.jsonl", "/w.jsonl", "/p.png")
+SETUP = Setup(4, (1, 0), "/r.jsonl", "/w.jsonl", "/p.png", "postgresql+psycopg://me@there/tuning")
 
 
 @pytest.fixture
@@ -41,6 +43,14 @@ def test_what_another_version_stored_is_refused_with_the_remedy(text, db):
     db.store.put_meta(KEY, text)
     with pytest.raises(DatabaseError, match=f"{db.path.name}.*start the sweep again"):
         recall(db)
+
+
+def test_a_sweep_of_the_time_of_one_device_comes_back(db):
+    remember(db, PLAN, SETUP)
+    stored = json.loads(db.meta(KEY))
+    stored["setup"] = {"jobs": 4, "device": 1, "replay": None, "record": None, "picture": None}
+    db.store.put_meta(KEY, json.dumps(stored))
+    assert recall(db) == (PLAN, Setup(4, (1,)))
 
 
 def test_a_plan_with_a_kernel_that_is_gone_is_refused_with_the_remedy(db):

@@ -41,7 +41,9 @@ class FakeGraph:
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(module, "_captured", FakeGraph)
-    monkeypatch.setattr(module, "_timed", lambda bench, graph, samples: (graph.replay(), (1.0, 2.0))[1])
+    monkeypatch.setattr(
+        module, "_timed", lambda bench, graph, samples, observe: (graph.replay(), ((1.0, 2.0), observe()))[1]
+    )
 
 
 def run(kernel, verify=True, bench=None, seed=10, stages=None):

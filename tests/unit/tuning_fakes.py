@@ -140,6 +140,7 @@ class FakeEvaluator:
     """Answers from `time_us`; remembers what it was asked.  ``statuses`` maps a schedule to a failure."""
 
     queued = 0
+    lanes = 1
 
     def __init__(self, statuses=None, width=1, stop_after=None, delay_s=0.0, times=time_us):
         self.asked: list[Schedule] = []
