@@ -48,6 +48,7 @@ from .replay_commands import replay_sweeps
 from .report_commands import write_report
 from .shared_board import SharedBoard, without_password
 from .sweep import Report, run_sweep
+from .verify_commands import verify
 from .worker import Worker
 
 EXIT_INTERRUPTED = 130
@@ -200,5 +201,6 @@ for _name, _verb in {
     "fit": fit,
     "report": write_report,
     "replay": replay_sweeps,
+    "verify": verify,
 }.items():
     app.command(_name)(_verb)

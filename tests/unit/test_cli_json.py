@@ -12,7 +12,7 @@ from tuning_fakes import FakeEvaluator, best, fake_template, point, problem, tri
 
 from qla_jit import cli
 from qla_jit.db import Database, jsonl
-from qla_jit.tune import commands
+from qla_jit.tune import commands, verify_commands
 from qla_jit.tune.sweep import Plan, run_sweep
 
 BASE = ["--heads", "16:64", "--kernels", "fused_forward", "--workload", "8192x4"]
@@ -62,8 +62,7 @@ VERBS = sorted(typer.main.get_command(commands.app).commands)
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_prints_one_object_with_the_same_first_keys(verb, recording, tmp_path, monkeypatch, capsys):
-    if hasattr(commands, "verify_rows"):
-        monkeypatch.setattr("qla_jit.tune.verify_commands.make_evaluator", lambda *a: FakeEvaluator())
+    monkeypatch.setattr(verify_commands, "make_evaluator", lambda *a: FakeEvaluator())
     assert call("run", *BASE, "--replay", recording) == 0
     capsys.readouterr()
     code = call(verb, *arguments_of(verb, recording, tmp_path), "--json")
