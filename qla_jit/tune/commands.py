@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,16 +38,21 @@ from .options import (
     Kernels,
     StateDtype,
     StateVFirst,
+    chunk_sizes_of,
     devices_of,
+    kernels_of,
+    names_in,
     problems_of,
 )
 from .picture import draw
+from .plan_output import print_plan, summary
 from .progress import ProgressListener
 from .record_commands import export_rows, import_rows, merge_rows
 from .replay import ReplayEvaluator
 from .replay_commands import replay_sweeps
 from .report_commands import write_report
 from .shared_board import SharedBoard, without_password
+from .shipped_plan import SHIPPED_BUDGET_S, SHIPPED_WORKLOADS, planned, shipped_problems
 from .sweep import Report, run_sweep
 from .verify_commands import verify
 from .worker import Worker
@@ -59,9 +65,12 @@ app = typer.Typer(help="Tune Gated DeltaNet kernels and look at what was found."
 @app.command()
 def run(
     arch: Arch = "sm90",
-    heads: Heads = DEFAULT_HEADS,
-    head_dim: HeadDim = "128",
-    budget: Annotated[float | None, typer.Option(help="Wall seconds for everything; without it, all is tried.")] = None,
+    heads: Heads = "",
+    head_dim: HeadDim = "",
+    budget: Annotated[
+        float | None,
+        typer.Option(help=f"Wall seconds; without it all is tried, of the shipped list {SHIPPED_BUDGET_S:.0f} s."),
+    ] = None,
     workload: Annotated[str, typer.Option(help="Workloads separated by commas: 8192x4, 1x8192, a+b+L*N.")] = "",
     kernels: Kernels = "",
     dtype: Dtype = "bfloat16",
@@ -75,6 +84,7 @@ def run(
     replay: Annotated[Path | None, typer.Option(help="Take measurements from a recorded sweep; needs no GPU.")] = None,
     record: Annotated[Path | None, typer.Option(help="Append every trial to this JSONL file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the sweep into this PNG.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its estimated time.")] = False,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Fill the kernel cache; needs no GPU.")] = False,
     seed: Annotated[int, typer.Option(help="Of the search and of the data.")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compiler processes; one per core by default.")] = None,
@@ -86,13 +96,31 @@ def run(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tune: enumerate, compile, verify, measure, store.  Ctrl-C stops; resume, or the same command, goes on."""
-    problems = problems_of(
-        arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size, gate_dtype, beta_dtype
-    )
-    workloads = tuple(workload.split(",")) if workload else DEFAULT_WORKLOADS
+    """Tune: enumerate, compile, verify, measure, store.  Ctrl-C stops; resume, or the same command, goes on.
+
+    With neither heads nor head dims, the shipped list of operators, most valuable first, as far as the budget goes.
+    """
+    shipped = not heads and not head_dim and replay is None
+    chosen = (dtype, state_dtype, state_v_first)
+    if shipped:
+        names = (kernels_of(kernels), chunk_sizes_of(chunk_size))
+        problems = shipped_problems(arch, *chosen, gate_dtype, beta_dtype, *names)
+        budget = SHIPPED_BUDGET_S if budget is None else budget
+    else:
+        names = (heads or DEFAULT_HEADS, head_dim or "128", kernels)
+        problems = problems_of(arch, *names, *chosen, chunk_size, gate_dtype, beta_dtype)
+    workloads = tuple(names_in(workload)) or (SHIPPED_WORKLOADS if shipped else DEFAULT_WORKLOADS)
     for text in workloads:
         lengths_of(text)
+    if shipped or dry_run:
+        with open_db(db) as database:
+            cards, processes = len(devices_of(devices)), jobs or os.cpu_count() or 1
+            planning = planned(problems, workloads, database, budget, max_trials, processes, cards)
+        if dry_run:
+            print_plan(planning, workloads, budget, as_json, arch)
+            return
+        problems = [one.problem for one in planning if one.fits]
+        Console(stderr=True).print(summary(planning, workloads, budget), highlight=False, soft_wrap=True)
     if compile_only:
         _compile_only(problems, jobs, budget, max_trials, seed, Console(stderr=True), as_json)
         return
@@ -117,9 +145,7 @@ def _absolute(path: Path | None) -> str | None:
     return None if path is None else str(path.absolute())
 
 
-def _tune(
-    plan: Plan, setup: Setup, database: Database, as_json: bool, verb: str, storage: str | None = None
-) -> None:
+def _tune(plan: Plan, setup: Setup, database: Database, as_json: bool, verb: str, storage: str | None = None) -> None:
     """storage: the URL with its password, where the command gave one."""
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
@@ -144,9 +170,7 @@ def _evaluator(replay: str | None, jobs: int | None, devices: Sequence[int], see
     return LiveEvaluator(CompilePool(jobs), [Worker(device) for device in devices], seed)
 
 
-def _finish(
-    report: Report, db: Database, picture: str | None, console: Console, as_json: bool, verb: str
-) -> None:
+def _finish(report: Report, db: Database, picture: str | None, console: Console, as_json: bool, verb: str) -> None:
     if picture is not None:
         draw(report.units, picture, title="qla-tune: time of every trial")
     if as_json:

@@ -74,6 +74,16 @@ def _names(text: str, allowed: tuple[str, ...], default: tuple[str, ...], option
     return names
 
 
+def kernels_of(text: str) -> tuple[str, ...]:
+    """Kernels separated by commas, those of the forward where none is named; ConfigError for an unknown one."""
+    return _names(text, KERNELS, FORWARD_KERNELS, "--kernels")
+
+
+def chunk_sizes_of(text: str) -> list[int] | None:
+    """Chunk sizes separated by commas, None where none is named."""
+    return [_pair(c, "--chunk-size")[0] for c in text.split(",")] if text else None
+
+
 def problems_of(
     arch, heads, head_dim, kernels, dtype, state_dtype, state_v_first, chunk_size, gate_dtype="float32",
     beta_dtype="float32",
@@ -86,5 +96,4 @@ def problems_of(
         )
         for h in heads.split(",")
     ]
-    chunk_sizes = [_pair(c, "--chunk-size")[0] for c in chunk_size.split(",")] if chunk_size else None
-    return plan_problems(configs, _names(kernels, KERNELS, FORWARD_KERNELS, "--kernels"), chunk_sizes)
+    return plan_problems(configs, kernels_of(kernels), chunk_sizes_of(chunk_size))
