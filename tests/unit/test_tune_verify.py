@@ -1,14 +1,30 @@
+import contextlib
 import json
+import sys
 
 import pytest
-from tuning_fakes import ENVIRONMENT, FakeEvaluator, best, fake_template, point, problem, time_us, trial, use_templates
+from test_tune_processes import COMPILER, WORKER
+from tuning_fakes import (
+    ENVIRONMENT,
+    FakeEvaluator,
+    best,
+    fake_template,
+    point,
+    problem,
+    script,
+    time_us,
+    trial,
+    use_templates,
+)
 
 from qla_jit import cli
 from qla_jit.db import Database, jsonl
 from qla_jit.db.records import Environment
 from qla_jit.tune import verify_commands
+from qla_jit.tune.compile_pool import CompilePool
+from qla_jit.tune.evaluate import LiveEvaluator
 from qla_jit.tune.verify_rows import verify_rows, workloads_of
-from qla_jit.tune.worker import WorkerLostError
+from qla_jit.tune.worker import Worker, WorkerLostError
 
 WON = point(2, 4, "r")  # 100 us
 OTHER_CARD = Environment(**{**ENVIRONMENT.as_dict(), "gpu": "Other"})
@@ -114,6 +130,29 @@ def test_rest_is_unchecked_after_the_budget_an_interrupt_or_a_lost_card():
         done = 0 if stopped == "budget" else 1
         assert [c.status for c in found.checks] == ["ok"] * done + ["unchecked"] * (3 - done)
         assert (found.stopped, found.ok) == (stopped, False)
+
+
+def test_real_processes_that_hang_crash_or_fail_leave_the_other_rows_checked(tmp_path, monkeypatch):
+    use_templates(monkeypatch, fake_template(choices=(tuple(range(4)), tuple(range(5)), ("p", "u"))))
+    compiler = [sys.executable, script(tmp_path, "compiler.py", COMPILER), str(tmp_path / "orphan")]
+    worker = Worker(command=[sys.executable, script(tmp_path, "worker.py", WORKER)], deadlines={"verify": 1.0})
+    outcomes = {
+        point(2, 4, "p"): "ok",
+        point(1, 1, "p"): "failed run_timeout",
+        point(1, 3, "p"): "failed crashed",
+        point(2, 0, "p"): "failed crashed",
+        point(2, 2, "p"): "failed launch_error",
+        point(3, 1, "p"): "failed wrong",
+        point(2, 4, "u"): "failed compile_error",
+        point(0, 4, "p"): "slower",
+    }
+    rows = [("user", best(schedule, workload=f"1x{i + 1}", median=100.0)) for i, schedule in enumerate(outcomes)]
+    with contextlib.closing(LiveEvaluator(CompilePool(2, timeout_s=5.0, command=compiler), worker)) as evaluator:
+        found = verify_rows(rows, rows, evaluator, rounds=2)
+    told = [f"{c.status} {c.trials[0].status}" if c.status == "failed" else c.status for c in found.checks]
+    assert told == list(outcomes.values())
+    assert "no such instruction" in found.checks[6].reason
+    assert len(found.checks[0].trials[0].samples_us) == 6  # two rounds
 
 
 def call(*arguments) -> int:
