@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ HEARTBEAT_S = 10
 GRACE_S = 60
 #: Longer than all deadlines of a trial and of its compiler together.
 PATIENCE_S = 1800.0
+ATTEMPTS = 20
 POLL_S = 1.0
 INSTALL = "pip install 'qla-jit[postgresql]'"
 
@@ -76,11 +78,21 @@ class SharedBoard:
         import sqlalchemy.exc
 
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)  # of the heartbeat
-                return self._optuna.storages.RDBStorage(
-                    url, heartbeat_interval=heartbeat_s, grace_period=grace_s, engine_kwargs={"pool_pre_ping": True}
-                )
+            for attempt in range(ATTEMPTS):
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)  # of heartbeats
+                        return self._optuna.storages.RDBStorage(
+                            url, heartbeat_interval=heartbeat_s, grace_period=grace_s,
+                            engine_kwargs={"pool_pre_ping": True},
+                        )  # fmt: skip
+                except sqlalchemy.exc.DBAPIError as error:
+                    # Hosts that begin together all make the tables, and all but one find them made meanwhile.
+                    met = isinstance(error, sqlalchemy.exc.IntegrityError)
+                    met |= any(text in str(error) for text in ("already exists", "relation", "locked"))
+                    if attempt + 1 == ATTEMPTS or not met:
+                        raise
+                    time.sleep(random.uniform(0.1, 0.5))
         except (ImportError, sqlalchemy.exc.ArgumentError, sqlalchemy.exc.NoSuchModuleError) as error:
             raise ConfigError(
                 f"`--storage` must be a database URL with an installed driver, but {self.url} gave: {error}; write "
