@@ -13,6 +13,7 @@ Rows of kernels that only another version has are left out and counted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -116,10 +117,14 @@ def read(path: str | Path) -> Records:
 
 
 class Recorder:
-    """Appends trials to a file as they happen; every line is flushed, so a crash loses at most the last one."""
+    """Appends trials to a file as they happen; every line is flushed, so a crash loses at most the last one.
+
+    Half a line that a crash left is removed before the next is written; DatabaseError where nothing can be written.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._cut_half_line()
         known = read(self.path).environments if self.path.exists() and self.path.stat().st_size else None
         self._environments = set(known or ())
         try:
@@ -135,9 +140,25 @@ class Recorder:
             self._write(_environment_line(trial.environment))
         self._write(_line("trial", trial.as_dict()))
 
+    def _cut_half_line(self) -> None:
+        with contextlib.suppress(OSError), self.path.open("r+b") as file:
+            text = file.read()
+            if text and not text.endswith(b"\n"):
+                file.truncate(text.rfind(b"\n") + 1)
+
     def _write(self, line: str) -> None:
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.close()  # which tries to write what is left, too
+            self._cut_half_line()
+            raise DatabaseError(
+                f"{self.path} must be writable to record into, but {error}; free space on its disk, then run the same "
+                f"command again to go on."
+            ) from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # said by `add` already
+            self._file.close()

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from ..errors import CompilerMissingError
+from ..errors import CacheError, CompilerMissingError
 from ..spec import KernelSpec
 from .channel import Channel, ChannelError, python_module
 
@@ -97,9 +97,7 @@ class CompilePool:
     def _compile(self, slot: int, spec: KernelSpec) -> Compiled:
         try:
             channel = self._channel(slot)
-            channel.send(
-                {"problem": spec.problem.as_dict(), "schedule": spec.schedule.as_dict(), "store": self._store}
-            )
+            channel.send({"problem": spec.problem.as_dict(), "schedule": spec.schedule.as_dict(), "store": self._store})
             answer = channel.receive({"": self._timeout_s})
         except ChannelError as error:
             self._discard(slot)
@@ -107,6 +105,11 @@ class CompilePool:
             return Compiled(status, f"compiler: {error}")
         if answer.get("status") == "compiler_missing":
             raise CompilerMissingError(answer["reason"])
+        if answer.get("status") == "host_error":
+            raise CacheError(
+                f"kernels must be writable to {self._store or 'the kernel cache'} and its temporary folder, but "
+                f"{answer['reason']}; free space or set QLA_CACHE_DIR and TMPDIR, then run the same command to go on."
+            )
         if answer.get("status") not in ("ok", "compile_error", "infeasible"):
             self._discard(slot)
             return Compiled("crashed", f"compiler answered {str(answer)[:200]}")
@@ -153,5 +156,3 @@ class CompilePool:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-

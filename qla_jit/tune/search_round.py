@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from ..db.records import Trial
+from ..errors import CacheError, QlaError
 from ..schedule import Schedule
 from .board import Board, BoardLostError, key_of
 from .evaluate import Evaluator, OutOfTimeError
@@ -46,8 +47,9 @@ class SearchRound:
         self._stopping = False
 
     def run(self) -> None:
-        """Until the target is reached, nothing is left, or time is over.  WorkerLostError when no card is left."""
-        lost: WorkerLostError | None = None
+        """Until the target is reached, nothing is left, or time is over.  WorkerLostError when no card is
+        left, CacheError when this host can build nothing."""
+        lost: QlaError | None = None
         self._board.enter(self._topic, self._unit.trials)
         while True:
             self._hear()
@@ -59,7 +61,7 @@ class SearchRound:
                         self._finish(self._running.pop(future), future)
                     except OutOfTimeError:
                         self._stopping = True
-                    except WorkerLostError as error:
+                    except (WorkerLostError, CacheError) as error:  # of this host: all other trials would fail too
                         lost, self._stopping = error, True
             elif self._ended or not self._elsewhere:
                 break
@@ -116,7 +118,7 @@ class SearchRound:
     def _finish(self, point: Schedule, future: Future) -> None:
         try:
             trial = future.result()
-        except (OutOfTimeError, WorkerLostError):
+        except (OutOfTimeError, WorkerLostError, CacheError):
             self._board.release(self._topic, key_of(point))
             raise
         try:

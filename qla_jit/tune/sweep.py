@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ..db import Database
 from ..db.jsonl import Recorder
 from ..db.records import Trial
-from ..errors import ConfigError
+from ..errors import CacheError, ConfigError
 from ..registry import digest
 from ..schedule import Schedule
 from .board import Alone, Board, BoardLostError, race_of, topic_of
@@ -85,7 +85,7 @@ class Sweep:
                 report.stopped = "budget"
         except KeyboardInterrupt:
             report.stopped = "interrupted"
-        except (WorkerLostError, BoardLostError) as error:
+        except (WorkerLostError, BoardLostError, CacheError) as error:
             report.stopped = str(error)
         finally:
             self.lanes.close()
