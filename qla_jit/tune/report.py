@@ -190,8 +190,8 @@ def _importance_section(data: ReportData) -> str:
     note = (
         "<p>Share of the variance of log time that a parameter explains alone, over the points of its template that "
         "ran. <i>template</i>: which template it is, over all points. <i>interactions</i>: what no sum of "
-        "single-parameter effects explains. Where a space was not measured whole, the points are those that the "
-        "search chose.</p>"
+        "single-parameter effects explains. Parameters that a rule ties together explain the "
+        "same variance twice. Where a space was not measured whole, the points are those that the search chose.</p>"
     )
     return note + f'<div class="tiles">{"".join(parts)}</div>'
 
@@ -317,7 +317,7 @@ def _heat_map(pair: shares.Pair, template: str, panel: Panel) -> str:
     )
     corner = f'<td class="corner">{escape(pair.first)} ↓ {escape(pair.second)} →</td>'
     return (
-        f'<div class="wide" tabindex="0"><table class="heat"><caption>{escape(template)}: {escape(pair.first)} × '
+        f'<div class="wide"><table class="heat"><caption>{escape(template)}: {escape(pair.first)} × '
         f"{escape(pair.second)}</caption><thead><tr>{corner}{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
