@@ -160,6 +160,42 @@ def test_resume_goes_on_where_a_stopped_run_was_and_with_its_options(tmp_path, m
     assert len({t.schedule for t in search}) == len(search) == 20
 
 
+def test_hosts_that_share_a_storage_replay_a_recording_once(recording, tmp_path, capsys):
+    shared = ["--replay", recording, "--storage", f"sqlite:///{tmp_path}/study.sqlite", "--json"]
+    assert call(*BASE, *shared, "--db", tmp_path / "a.sqlite") == 0
+    (first,) = json.loads(capsys.readouterr().out)["units"]
+    assert call(*BASE, *shared, "--db", tmp_path / "b.sqlite") == 0
+    (second,) = json.loads(capsys.readouterr().out)["units"]
+    assert (first["trials"], first["elsewhere"], second["trials"], second["elsewhere"]) == (60, 0, 60, 60)
+    assert second["best"]["schedule"] == first["best"]["schedule"] == point(2, 4, "r").as_dict()
+    assert call("resume", "--db", tmp_path / "b.sqlite", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["units"][0]["resumed"] == 60
+
+
+def test_storage_without_a_server_or_a_driver_is_explained(recording, capsys):
+    for url, said in (("nonsense", "postgresql+psycopg://"), ("sqlite:////no/such/folder/x.sqlite", "must answer")):
+        assert call(*BASE, "--replay", recording, "--storage", url) == 2
+        assert said in (err := capsys.readouterr().err) and "Traceback" not in err
+
+
+@pytest.mark.parametrize("devices", ["", "0,x", "0,0", "-1"])
+def test_devices_that_cannot_be_read_are_refused(recording, capsys, devices):
+    assert call(*BASE, "--replay", recording, f"--devices={devices}") == 2
+    assert "write 0,1" in capsys.readouterr().err
+
+
+def test_a_process_per_device_is_made(monkeypatch):
+    made = []
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "CompilePool", lambda jobs: None)
+    monkeypatch.setattr(commands, "Worker", lambda device: device)
+    monkeypatch.setattr(
+        commands, "LiveEvaluator", lambda pool, workers, seed: (made.append(workers), FakeEvaluator())[1]
+    )
+    assert call(*BASE, "--devices", "2,0", "--max-trials", "3") == 0
+    assert made == [[2, 0]]
+
+
 def test_resume_finds_the_files_of_a_run_from_another_folder(recording, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert call(*BASE, "--replay", recording.name, "--picture", "p.png") == 0

@@ -87,10 +87,10 @@ def test_trials_of_an_older_template_or_another_card_are_measured_again(db):
 def test_budget_ends_the_sweep_and_is_shared_by_the_problems(db):
     problems = tuple(problem(h, 64) for h in (16, 32, 64))
     started = time.monotonic()
-    report = run_sweep(Plan(problems, ("8192x4",), budget_s=1.5), FakeEvaluator(delay_s=0.02), db)
-    assert 1.0 < time.monotonic() - started < 2.5
+    report = run_sweep(Plan(problems, ("8192x4",), budget_s=3.0), FakeEvaluator(delay_s=0.04), db)
+    assert 2.0 < time.monotonic() - started < 6.0
     assert report.stopped == "budget"
-    assert all(5 < len(unit.trials) < 60 for unit in report.units)
+    assert all(3 < len(unit.trials) < 60 for unit in report.units)
     assert all(unit.row for unit in report.units)
 
 

@@ -48,7 +48,8 @@ def use_templates(monkeypatch, *templates: Template, digest: str = DIGEST) -> No
     named = {t.name: t for t in templates}
     monkeypatch.setattr(registry, "templates", lambda: named)
     monkeypatch.setattr(registry, "digest", lambda name: (registry.get_template(name), digest)[1])
-    monkeypatch.setattr("qla_jit.tune.sweep.digest", lambda name: digest)
+    for module in ("sweep", "board"):
+        monkeypatch.setattr(f"qla_jit.tune.{module}.digest", lambda name: digest)
 
 
 def problem(num_heads=16, num_value_heads=64, kernel="fused_forward", **changes):
