@@ -238,7 +238,7 @@ def select_kernels(
         match = db.lookup(problem)
         kernels[name] = KernelSpec(problem, match.schedule), match
         if name == "fused_forward":
-            options = plan.options(problem, db.siblings(match))
+            options = plan.options(problem, db.siblings(match), db.fits(problem))
     return Selection(chunk_size, kernels, options)
 
 
