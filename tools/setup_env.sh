@@ -2,7 +2,7 @@
 #
 #     . tools/setup_env.sh; qla_setup tune     # sets QLA_PY to the interpreter to use
 #
-# In this order: $QLA_PYTHON, the active virtual environment, else .venv here (made from the first Python >= 3.10 found).
+# In this order: $QLA_PYTHON, the active virtual environment, else .venv here (made from the first Python >= 3.11 found).
 # What is already importable is not installed again, so a prepared environment needs no network.
 
 qla_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -39,8 +39,8 @@ qla_has_package() { # python
 
 qla_find_python() {
     local name
-    for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
-        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+    for name in python3 python3.13 python3.12 python3.11 python; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             command -v "$name"
             return
         fi
@@ -50,7 +50,7 @@ qla_find_python() {
 
 qla_make_venv() { # folder
     local python options=
-    python=$(qla_find_python) || qla_fail "Python >= 3.10 must be on PATH, but none is; install it, or set QLA_PYTHON."
+    python=$(qla_find_python) || qla_fail "Python >= 3.11 must be on PATH, but none is; install it, or set QLA_PYTHON."
     if qla_has_torch "$python"; then
         options=--system-site-packages
     fi
