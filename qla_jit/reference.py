@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from .ragged import ChunkSteps, chunk_slots, cumulative_lengths, gather_rows, num_slots, restore_order, scatter_rows
+from .segments import Segments
 
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -143,6 +144,99 @@ def gate_scan_reference(g: torch.Tensor, cu_seqlens: Sequence[int] | None = None
         out[slot, :, : end - first] = total
         out[slot, :, end - first :] = total[:, -1:]
     return out
+
+
+def segment_state_reference(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    segments: Segments,
+    initial_state: torch.Tensor | None = None,
+    warmup: torch.Tensor | None = None,
+    state_v_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(S*, M)`` of every segment and value head: a segment makes ``M S + S*`` of the state S it starts from (10).
+
+    S* is what the recurrence leaves from a zero start, M what it leaves with V = 0 from the identity (11), (12).
+    k: ``[B, T, H, K]``.  v: ``[B, T, HV, V]``.  g, beta: ``[B, T, HV]``.
+
+    With initial_state (``[N, HV, K, V]``) the first segments start from it instead: their S* is the state they leave,
+    and their M is 0.  With warmup (``[segments, HV]``, of `warmup_chunks_reference`) a segment runs only the chunks
+    that the next one's window asks for, from zero, where that window holds; M is 0 there.
+
+    Returns float64 ``[segments, HV, K, V]`` and ``[segments, HV, K, K]``, both transposed with state_v_first.
+    """
+    heads, dim_k, dim_v = v.shape[2], k.shape[-1], v.shape[-1]
+    beta = beta.flatten(0, 1).double().clone()
+    # One recurrence for both: M is the state of K further value columns that hold nothing.
+    state = beta.new_zeros(len(segments), heads, dim_k, dim_v + dim_k)
+    state[..., dim_v:] = torch.eye(dim_k, dtype=beta.dtype, device=beta.device)
+    if initial_state is not None:
+        state[list(segments.firsts[:-1])] = 0.0
+        state[list(segments.firsts[:-1]), ..., :dim_v] = (initial_state.mT if state_v_first else initial_state).double()
+    counts = [] if warmup is None else warmup.tolist()
+    for successor, of_heads in enumerate(counts):
+        for head, count in enumerate(of_heads):
+            if segments.window_holds(successor, count):
+                # β = 0 writes nothing, and decay keeps a zero: the state before the window stays 0.
+                window = segments.bounds[successor] - count * segments.chunk_size
+                beta[segments.bounds[successor - 1] : window, head] = 0.0
+                state[successor - 1, head] = 0.0
+    values = torch.cat([v.double(), v.new_zeros(*v.shape[:3], dim_k, dtype=torch.float64)], -1)
+    beta = beta.unflatten(0, v.shape[:2])
+    _, end = chunk_reference(
+        k, k, values, g, beta, initial_state=state, cu_seqlens=segments.bounds, chunk_size=segments.chunk_size
+    )
+    parts = end.split([dim_v, dim_k], -1)
+    return tuple((part.mT if state_v_first else part).contiguous() for part in parts)
+
+
+def segment_correct_reference(
+    states: torch.Tensor,
+    transfers: torch.Tensor,
+    segments: Segments,
+    initial_state: torch.Tensor | None = None,
+    state_v_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state that every segment starts from, and the final state of every sequence: ``S ← M S + S*`` over segments.
+
+    states, transfers: results of `segment_state_reference`, in the layout that state_v_first names; so is
+    initial_state, ``[N, HV, K, V]``, zero if None.  Returns float64 ``[segments, HV, K, V]`` and ``[N, HV, K, V]``.
+    """
+    states, transfers = ((x.mT if state_v_first else x).double() for x in (states, transfers))
+    if initial_state is None:
+        initial = states.new_zeros(len(segments.lasts), *states.shape[1:])
+    else:
+        initial = (initial_state.mT if state_v_first else initial_state).double()
+    starts, finals = [], list(initial)
+    for n, transfer, state in zip(segments.sequences, transfers, states):
+        starts.append(finals[n])
+        finals[n] = transfer @ finals[n] + state
+    both = (torch.stack(x) if x else states for x in (starts, finals))
+    return tuple((x.mT if state_v_first else x).contiguous() for x in both)
+
+
+def warmup_chunks_reference(g: torch.Tensor, segments: Segments, tolerance: float | None) -> torch.Tensor:
+    """Chunks before each segment that must run, from a zero state, to give the state it starts from to ``tolerance``.
+
+    The fewest whose gates multiply to ``tolerance`` or less; all before the segment if none do, or if tolerance is
+    None, which is exact.  Chunks with product p change any state by a factor of norm p at most (13), provided that
+    ``0 ≤ β ‖k‖² ≤ 2`` for every token: so the start state is off by ``tolerance`` times the norm of the state before
+    those chunks at most, in the spectral and in the Frobenius norm.  g: ``[B, T, HV]`` in log space.
+
+    Returns int64 ``[segments, HV]``.  A count of all chunks means the sequence's own start and initial state.
+    """
+    gates, chunk = g.flatten(0, 1).double(), segments.chunk_size
+    limit = math.log(tolerance) if tolerance else -math.inf
+    counts = torch.zeros(len(segments), g.shape[2], dtype=torch.int64, device=g.device)
+    for segment, (start, before) in enumerate(zip(segments.bounds, segments.first_chunks)):
+        total = gates.new_zeros(g.shape[2])
+        for end in range(start, start - before * chunk, -chunk):
+            short = total > limit
+            counts[segment] += short
+            total = total + gates[end - chunk : end].sum(0).where(short, 0.0)
+    return counts
 
 
 def _run(step, chunk_size, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first):

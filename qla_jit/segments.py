@@ -1,0 +1,141 @@
+"""How sequences are cut into segments that run in parallel, and the work that this makes.
+
+A segment is a run of whole chunks of one sequence, but for the sequence's last, which ends where the sequence does.
+Chunk boundaries are therefore those of the uncut batch.  Kernels that take cumulative lengths take ``Segments.bounds``
+in their place: each segment is a sequence to them, its chunks in slots ``bounds[s] // C + s + c``, its state in the
+pool row that ``state_rows`` names.
+
+A function of host lengths alone; the cut of a sequence depends on no other sequence of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from .errors import InputError
+
+
+class StateItem(NamedTuple):
+    """Work before the correction: the last ``chunks`` chunks of a segment for one value head, from the state at hand.
+
+    transfer: the start state is not known, so the segment's transfer matrix is needed as well.
+    """
+
+    segment: int
+    head: int
+    chunks: int
+    transfer: bool
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a batch, those of one sequence together; every sequence has at least one, an empty one too.
+
+    sequences: the sequence of each segment.  first_chunks: its first chunk, counted from the sequence's start.
+    chunks: how many it has (0 in an empty sequence).  bounds: cumulative lengths in tokens, one more than segments.
+    firsts: the first segment of each sequence, and the number of segments at the end.
+    """
+
+    chunk_size: int
+    sequences: tuple[int, ...]
+    first_chunks: tuple[int, ...]
+    chunks: tuple[int, ...]
+    bounds: tuple[int, ...]
+    firsts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def lasts(self) -> tuple[int, ...]:
+        """The last segment of each sequence: its end state is the sequence's."""
+        return tuple(first - 1 for first in self.firsts[1:])
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any sequence has more than one segment."""
+        return len(self) > len(self.firsts) - 1
+
+    def has_successor(self, segment: int) -> bool:
+        """Whether another segment of the same sequence starts where this one ends."""
+        return segment + 1 < len(self) and self.first_chunks[segment + 1] > 0
+
+    def window_holds(self, segment: int, warmup: int) -> bool:
+        """Whether ``warmup`` chunks before ``segment``, run from zero, stand for everything before it.
+
+        Not in a first segment, whose start is known; not where ``warmup`` reaches the sequence's start, whose state is
+        known; not where it leaves the segment before, the only one that runs them.
+        """
+        return warmup < self.first_chunks[segment] and warmup <= self.chunks[segment - 1]
+
+    def needs_transfer(self, segment: int, warmup: int | None = None) -> bool:
+        """Whether the correction reads this segment's transfer matrix for a head.
+
+        Not of a sequence's first segment, which starts from a known state; not of its last, which nothing follows; not
+        where the window of the next segment holds.  warmup: the head's count of chunks before the *next* segment.
+        """
+        if self.first_chunks[segment] == 0 or not self.has_successor(segment):
+            return False
+        return warmup is None or not self.window_holds(segment + 1, warmup)
+
+    def state_items(
+        self, num_heads: int, warmup: Sequence[Sequence[int]] | None = None, transfer_cost: float = 1.0
+    ) -> list[StateItem]:
+        """The work before the correction, long items first; none for a last segment.
+
+        num_heads: value heads.  warmup: chunks to run before each segment, ``[segments][value heads]``, where the host
+        knows the gates.  transfer_cost: what a chunk costs with its transfer matrix, of what it costs without.
+        """
+        items = []
+        for segment, chunks in enumerate(self.chunks):
+            if not self.has_successor(segment):
+                continue
+            for head in range(num_heads):
+                count = None if warmup is None else warmup[segment + 1][head]
+                windowed = count is not None and self.window_holds(segment + 1, count)
+                transfer = self.needs_transfer(segment, count)
+                items.append(StateItem(segment, head, count if windowed else chunks, transfer))
+        return sorted(items, key=lambda item: -item.chunks * (transfer_cost if item.transfer else 1.0))
+
+    def forward_order(self) -> list[int]:
+        """Segments in the order in which the forward starts them: long ones first."""
+        return sorted(range(len(self)), key=lambda segment: -self.chunks[segment])
+
+
+def cut(lengths: Sequence[int], chunk_size: int, segment_chunks: int | None, unit: int = 1) -> Segments:
+    """Cut sequences of ``lengths`` tokens into as few segments of at most ``segment_chunks`` chunks as there can be.
+
+    Segments of one sequence are as equal as whole units of ``unit`` chunks allow, longer ones first.  None cuts
+    nothing.  unit: what every segment but a last must be a multiple of, for example the chunks between checkpoints; a
+    segment has at least one.  Raises InputError unless both numbers are at least 1.
+    """
+    if unit < 1 or (segment_chunks is not None and segment_chunks < 1):
+        raise InputError(
+            f"`segment_chunks >= 1` and `unit >= 1` must hold, but got segment_chunks={segment_chunks} and "
+            f"unit={unit}; pass segment_chunks=None to cut nothing."
+        )
+    limit = None if segment_chunks is None else max(1, segment_chunks // unit)
+    sequences, first_chunks, chunks, tokens, firsts = [], [], [], [], [0]
+    for n, length in enumerate(lengths):
+        total = -(-length // chunk_size)
+        units = -(-total // unit)
+        parts = 1 if limit is None or units <= limit else -(-units // limit)
+        share, longer = divmod(units, parts)
+        first = 0
+        for part in range(parts - 1):
+            size = unit * (share + (part < longer))
+            sequences.append(n)
+            first_chunks.append(first)
+            chunks.append(size)
+            tokens.append(size * chunk_size)
+            first += size
+        sequences.append(n)
+        first_chunks.append(first)
+        chunks.append(total - first)
+        tokens.append(length - first * chunk_size)
+        firsts.append(len(sequences))
+    bounds = accumulate(tokens, initial=0)
+    return Segments(chunk_size, tuple(sequences), tuple(first_chunks), tuple(chunks), tuple(bounds), tuple(firsts))
