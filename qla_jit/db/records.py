@@ -27,6 +27,7 @@ STATUSES = (
     "nonfinite",
     "crashed",
     "duplicate",
+    "filtered",
 )
 PHASES = ("search", "final")
 #: The `BestRow.workload` of the schedule that is best on the geometric mean over all workloads of its sweep.

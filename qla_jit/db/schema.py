@@ -19,6 +19,9 @@ def _one_of(names: tuple[str, ...]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
+#: Statuses that `_INITIAL` knew.
+_FIRST_STATUSES = tuple(status for status in STATUSES if status != "filtered")
+
 _INITIAL = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT",
     """CREATE TABLE environment (
@@ -32,7 +35,7 @@ _INITIAL = (
         problem_id TEXT NOT NULL REFERENCES problem (id), schedule_id TEXT NOT NULL REFERENCES schedule (id),
         workload TEXT NOT NULL, template_digest TEXT NOT NULL,
         environment_id TEXT NOT NULL REFERENCES environment (id),
-        status TEXT NOT NULL CHECK (status IN ({_one_of(STATUSES)})), reason TEXT NOT NULL,
+        status TEXT NOT NULL CHECK (status IN ({_one_of(_FIRST_STATUSES)})), reason TEXT NOT NULL,
         phase TEXT NOT NULL CHECK (phase IN ({_one_of(PHASES)})),
         samples_us TEXT NOT NULL, median_us REAL, iqr_us REAL, error REAL,
         registers INTEGER, smem_bytes INTEGER, local_bytes INTEGER,
@@ -62,8 +65,26 @@ _FITS_AND_CLOCKS = (
     "ALTER TABLE trial ADD COLUMN memory_mhz INTEGER",
 )
 
+_FILTERED = (  # SQLite changes no CHECK in place
+    f"""CREATE TABLE trial_with_filtered (
+        id INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE,
+        problem_id TEXT NOT NULL REFERENCES problem (id), schedule_id TEXT NOT NULL REFERENCES schedule (id),
+        workload TEXT NOT NULL, template_digest TEXT NOT NULL,
+        environment_id TEXT NOT NULL REFERENCES environment (id),
+        status TEXT NOT NULL CHECK (status IN ({_one_of(STATUSES)})), reason TEXT NOT NULL,
+        phase TEXT NOT NULL CHECK (phase IN ({_one_of(PHASES)})),
+        samples_us TEXT NOT NULL, median_us REAL, iqr_us REAL, error REAL,
+        registers INTEGER, smem_bytes INTEGER, local_bytes INTEGER,
+        compile_s REAL NOT NULL, verify_s REAL NOT NULL, measure_s REAL NOT NULL, search_s REAL NOT NULL,
+        overhead_s REAL NOT NULL, created TEXT NOT NULL, sm_mhz INTEGER, memory_mhz INTEGER) STRICT""",
+    "INSERT INTO trial_with_filtered SELECT * FROM trial",
+    "DROP TABLE trial",
+    "ALTER TABLE trial_with_filtered RENAME TO trial",
+    "CREATE INDEX trial_by_problem ON trial (problem_id, workload)",
+)
+
 #: Migration n leads from ``user_version`` n to n + 1; append, never edit.
-MIGRATIONS: list[tuple[str, ...]] = [_INITIAL, _FITS_AND_CLOCKS]
+MIGRATIONS: list[tuple[str, ...]] = [_INITIAL, _FITS_AND_CLOCKS, _FILTERED]
 
 
 def check(connection: sqlite3.Connection, path: str) -> int:

@@ -72,8 +72,9 @@ class Alone:
     def close(self) -> None: ...
 
 
-def topic_of(space: Space, workload: str, environment: Environment) -> str:
-    """Name of what hosts share: equal for equal problems, workloads, template sources, cards and software."""
+def topic_of(space: Space, workload: str, environment: Environment, static_filter: bool = True) -> str:
+    """Name of what hosts share: equal for equal problems, workloads, template sources, cards and software; hosts that
+    measure everything, whatever the static filter says, are among themselves."""
     templates = {name: digest(name) for name in sorted({p.template for p in (*space.points, space.default)})}
     what = {
         "problem": problem_body(space.problem),
@@ -81,6 +82,8 @@ def topic_of(space: Space, workload: str, environment: Environment) -> str:
         "templates": templates,
         "environment": environment.as_dict(),
     }
+    if not static_filter:
+        what["static_filter"] = False
     return f"qla-jit {space.problem.kernel} {workload} {sha256(what)[:16]}"
 
 

@@ -94,9 +94,12 @@ def run(
     storage: Annotated[
         str | None, typer.Option(help="Database where hosts share this sweep: postgresql+psycopg://USER@HOST/NAME.")
     ] = None,
+    no_filter: Annotated[
+        bool, typer.Option("--no-filter", help="Also measure what the compiler says against: spills, serial products.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tune: enumerate, compile, verify, measure, store.  Ctrl-C stops; resume, or the same command, goes on.
+    """Tune: enumerate, compile, filter, verify, measure, store.  Ctrl-C stops; resume, or the same command, goes on.
 
     With neither heads nor head dims, the shipped list of operators, most valuable first, as far as the budget goes.
     """
@@ -124,7 +127,7 @@ def run(
     if compile_only:
         _compile_only(problems, jobs, budget, max_trials, seed, Console(stderr=True), as_json)
         return
-    plan = Plan(tuple(problems), workloads, budget, max_trials, seed)
+    plan = Plan(tuple(problems), workloads, budget, max_trials, seed, not no_filter)
     setup = Setup(
         jobs, devices_of(devices), _absolute(replay), _absolute(record), _absolute(picture),
         None if storage is None else without_password(storage),
@@ -149,7 +152,7 @@ def _tune(plan: Plan, setup: Setup, database: Database, as_json: bool, verb: str
     """storage: the URL with its password, where the command gave one."""
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
-        made = _evaluator(setup.replay, setup.jobs, setup.devices, plan.seed)
+        made = _evaluator(setup.replay, setup.jobs, setup.devices, plan.seed, plan.static_filter)
         evaluator = stack.enter_context(contextlib.closing(made))
         recorder = stack.enter_context(contextlib.closing(Recorder(setup.record))) if setup.record else None
         listener = stack.enter_context(ProgressListener(console))
@@ -159,7 +162,9 @@ def _tune(plan: Plan, setup: Setup, database: Database, as_json: bool, verb: str
     _finish(report, database, setup.picture, console, as_json, verb)
 
 
-def _evaluator(replay: str | None, jobs: int | None, devices: Sequence[int], seed: int) -> Evaluator:
+def _evaluator(
+    replay: str | None, jobs: int | None, devices: Sequence[int], seed: int, static_filter: bool
+) -> Evaluator:
     if replay is not None:
         return ReplayEvaluator.from_file(replay)
     if not has_gpu():
@@ -167,7 +172,8 @@ def _evaluator(replay: str | None, jobs: int | None, devices: Sequence[int], see
             "a CUDA GPU must be present to measure, but PyTorch sees none; two things work without one: "
             "`--replay FILE` searches a recorded sweep, `--compile-only` fills the kernel cache."
         )
-    return LiveEvaluator(CompilePool(jobs), [Worker(device) for device in devices], seed)
+    workers = [Worker(device) for device in devices]
+    return LiveEvaluator(CompilePool(jobs), workers, seed, static_filter=static_filter)
 
 
 def _finish(report: Report, db: Database, picture: str | None, console: Console, as_json: bool, verb: str) -> None:

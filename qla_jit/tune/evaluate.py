@@ -14,8 +14,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import UTC, datetime
 from typing import Protocol
 
+from ..arch import get_arch
 from ..config import Problem
 from ..db.records import Environment, Times, Trial
+from ..registry import get_template
 from ..schedule import Schedule
 from ..spec import KernelSpec
 from ..workload import lengths_of
@@ -23,6 +25,7 @@ from .cards import Cards
 from .compile_pool import Compiled, CompilePool
 from .roofline import floor_us
 from .space import Space
+from .static_filter import against
 from .worker import Worker, WorkerLostError
 
 SAMPLES = 40
@@ -84,13 +87,24 @@ def now() -> str:
 
 
 class LiveEvaluator:
-    """Compiles in a pool, runs in killable processes, one per card.  Safe to share between threads."""
+    """Compiles in a pool, runs in killable processes, one per card.  Safe to share between threads.
 
-    def __init__(self, pool: CompilePool, workers: Worker | Sequence[Worker], seed: int = 0, samples: int = SAMPLES):
+    static_filter: leave out what the compiler already says against (see `static_filter.against`).
+    """
+
+    def __init__(
+        self,
+        pool: CompilePool,
+        workers: Worker | Sequence[Worker],
+        seed: int = 0,
+        samples: int = SAMPLES,
+        static_filter: bool = True,
+    ):
         self._pool = pool
         self._cards = Cards([workers] if isinstance(workers, Worker) else workers)
         self._seed = seed
         self._samples = samples
+        self._filters = static_filter
         self._sources: dict[tuple[Problem, str, str], Schedule] = {}
         self._lock = threading.Lock()
         self.lanes = self._cards.count
@@ -115,6 +129,8 @@ class LiveEvaluator:
     def prepare(self, problem: Problem, schedules: Iterable[Schedule], urgent: bool = False) -> None:
         for schedule in schedules:
             self._pool.submit(KernelSpec(problem, schedule), urgent)
+            if self._filters:
+                self._pool.submit(_default_of(problem, schedule), urgent)
 
     def ready(self, problem: Problem, schedule: Schedule) -> bool:
         return self._pool.submit(KernelSpec(problem, schedule)).done()
@@ -132,6 +148,8 @@ class LiveEvaluator:
         compiled = self._compiled(spec, deadline)
         if compiled.status != "ok":
             answer = {"status": compiled.status, "reason": compiled.reason}
+        elif said := self._said_against(spec, compiled, deadline):
+            answer = {"status": "filtered", "reason": said}
         else:
             key = (problem, workload, compiled.source_sha256 or spec.digest)
             with self._lock:  # claimed before it runs: its twin may be on another card's way
@@ -177,6 +195,13 @@ class LiveEvaluator:
                 samples = [*answers[i].get("samples_us", ()), *answer.get("samples_us", ())]
                 answers[i] = {**answers[i], **{k: v for k, v in answer.items() if v is not None}, "samples_us": samples}
         return answers
+
+    def _said_against(self, spec: KernelSpec, compiled: Compiled, deadline: float | None) -> str:
+        """What the compiler says against a kernel, empty where that is nothing."""
+        if not self._filters:
+            return ""
+        default = self._compiled(_default_of(spec.problem, spec.schedule), deadline)
+        return "; ".join(map(str, against(compiled.report, default.report, get_arch(spec.problem.arch))))
 
     def _compiled(self, spec: KernelSpec, deadline: float | None) -> Compiled:
         future = self._pool.submit(spec, urgent=True)
@@ -233,6 +258,11 @@ class LiveEvaluator:
     def close(self) -> None:
         self._cards.close()
         self._pool.close()
+
+
+def _default_of(problem: Problem, schedule: Schedule) -> KernelSpec:
+    """The default of a schedule's template: what the static filter compares with."""
+    return KernelSpec(problem, get_template(schedule.template).default(problem))
 
 
 def _believed(run: Callable[[dict], dict], request: dict, least_us: float) -> dict:

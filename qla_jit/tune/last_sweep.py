@@ -20,13 +20,15 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """What to tune: problems, workloads, wall seconds (None: until all is tried), trials per unit, search seed."""
+    """What to tune: problems, workloads, wall seconds (None: until all is tried), trials per unit, search seed, and
+    whether the static filter decides before the card does."""
 
     problems: tuple[Problem, ...]
     workloads: tuple[str, ...]
     budget_s: float | None = None
     max_trials: int | None = None
     seed: int = 0
+    static_filter: bool = True
 
 
 @dataclass(frozen=True)

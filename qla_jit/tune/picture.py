@@ -20,6 +20,7 @@ COLOURS = {
     "compile_timeout": "#5c677d",
     "infeasible": "#c5cad3",
     "duplicate": "#b7d3ea",
+    "filtered": "#d9c9a3",
 }
 DEFAULT_COLOUR, BEST_COLOUR, INK, GRID = "#e0a100", "#1b9e77", "#222831", "#e3e7ee"
 COLUMNS = 3

@@ -73,7 +73,7 @@ class ProgressListener(Listener):
         if self._end is not None:
             parts.append(f"{max(0.0, self._end - time.monotonic()):.0f} s left")
         self._progress.update(self._task, completed=len(unit.trials), state=", ".join(parts))
-        if trial.status not in ("ok", "duplicate"):
+        if trial.status not in ("ok", "duplicate", "filtered"):
             self._failed(trial.status, trial.schedule, trial.reason)
 
     def racing(self, unit: Unit, schedules: Sequence[Schedule]) -> None:

@@ -1,4 +1,4 @@
-"""The whole offline line: problems → feasible points → compile → verify and measure → trial rows → finals → best rows.
+"""The whole offline line: problems → feasible points → compile, filter → verify, measure → trials → finals → best rows.
 
 `run_sweep` needs neither typer nor rich and knows nothing of GPUs; an `Evaluator` does, and says how many trials may
 run side by side.  Every trial is stored as it ends.  Where several hosts share a `Board`, each measures the points that
@@ -121,16 +121,21 @@ class Sweep:
         unit.strategy = strategy.name
         target = self._target(unit)
         self.listener.unit_started(unit, target)
-        topic = topic_of(unit.space, unit.workload, self.evaluator.environment)
+        topic = self._topic(unit)
         SearchRound(
             unit, strategy, target, topic, self.evaluator, self.lanes, self.board, self._keep, end
         ).run()  # fmt: skip
+
+    def _topic(self, unit: Unit) -> str:
+        return topic_of(unit.space, unit.workload, self.evaluator.environment, self.plan.static_filter)
 
     def _resume(self, unit: Unit) -> Strategy:
         """The strategy, told of what the database knows about this problem as it is now: same source, same card."""
         points, stored = set(unit.space.points), {}
         for trial in self.db.trials(unit.problem, unit.workload):
             known = trial.phase == "search" and trial.schedule in points
+            if trial.status == "filtered" and not self.plan.static_filter:  # nothing was measured yet
+                continue
             if known and trial.template_digest == digest(trial.schedule.template):
                 if trial.environment == self.evaluator.environment:
                     stored[trial.schedule] = trial
@@ -161,7 +166,7 @@ class Sweep:
             report.overall.append(overall)
 
     def _race(self, unit: Unit, racers: list[Schedule]) -> Race:
-        topic = topic_of(unit.space, unit.workload, self.evaluator.environment)
+        topic = self._topic(unit)
         return Race(unit, racers, race_of(topic, racers))
 
     def _raced(self, unit: Unit, trials: Sequence[Trial]) -> None:

@@ -154,7 +154,7 @@ def test_resume_goes_on_where_a_stopped_run_was_and_with_its_options(tmp_path, m
     monkeypatch.setattr(commands, "_evaluator", lambda *a: (asked.append(a), FakeEvaluator())[1])
     assert call("resume", "--db", db, "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert asked == [(None, 3, (1,), 5)]
+    assert asked == [(None, 3, (1,), 5, True)]
     assert [(u["trials"], u["resumed"], u["workload"]) for u in report["units"]] == [(20, 9, "8192x4")]
     search = [t for t in jsonl.read(tmp_path / "r.jsonl").trials if t.phase == "search"]
     assert len({t.schedule for t in search}) == len(search) == 20
@@ -190,7 +190,7 @@ def test_a_process_per_device_is_made(monkeypatch):
     monkeypatch.setattr(commands, "CompilePool", lambda jobs: None)
     monkeypatch.setattr(commands, "Worker", lambda device: device)
     monkeypatch.setattr(
-        commands, "LiveEvaluator", lambda pool, workers, seed: (made.append(workers), FakeEvaluator())[1]
+        commands, "LiveEvaluator", lambda pool, workers, seed, **options: (made.append(workers), FakeEvaluator())[1]
     )
     assert call(*BASE, "--devices", "2,0", "--max-trials", "3") == 0
     assert made == [[2, 0]]

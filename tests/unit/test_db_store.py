@@ -101,6 +101,20 @@ def test_status_outside_the_vocabulary_is_refused_by_sqlite_too(tmp_path):
         connection.execute("UPDATE trial SET status = 'fine'")
 
 
+def test_file_of_the_second_schema_keeps_its_trials_and_takes_filtered_ones(tmp_path, monkeypatch):
+    path, rows = tmp_path / "t.sqlite", [trial(status=s, created=s) for s in STATUSES if s != "filtered"]
+    with monkeypatch.context() as context:
+        context.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:2])
+        with Store(path) as store:
+            store.add(trials=rows)
+    with Store(path) as store:
+        assert store.trials(problem(), "8192x4") == rows
+        store.add_trial(rows[0])
+        store.add_trial(trial(status="filtered"))
+        assert store.trials() == [*rows, trial(status="filtered")]
+        assert store._query("SELECT count(*) AS n FROM sqlite_master WHERE name = 'trial_by_problem'") == [{"n": 1}]
+
+
 def test_failing_migration_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "t.sqlite"
     with Store(path) as store:
