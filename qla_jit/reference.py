@@ -217,17 +217,21 @@ def segment_correct_reference(
     return tuple((x.mT if state_v_first else x).contiguous() for x in both)
 
 
-def warmup_chunks_reference(g: torch.Tensor, segments: Segments, tolerance: float | None) -> torch.Tensor:
+def warmup_chunks_reference(
+    g: torch.Tensor, segments: Segments, tolerance: float | None, excess: float = 0.0
+) -> torch.Tensor:
     """Chunks before each segment that must run, from a zero state, to give the state it starts from to ``tolerance``.
 
-    The fewest whose gates multiply to ``tolerance`` or less; all before the segment if none do, or if tolerance is
-    None, which is exact.  Chunks with product p change any state by a factor of norm p at most (13), provided that
-    ``0 ≤ β ‖k‖² ≤ 2`` for every token: so the start state is off by ``tolerance`` times the norm of the state before
-    those chunks at most, in the spectral and in the Frobenius norm.  g: ``[B, T, HV]`` in log space.
+    The fewest that change no state by a factor of norm above ``tolerance``; all before the segment if none do, or if
+    tolerance is None, which is exact.  A token changes a state by at most ``exp(g) max(1, β ‖k‖² − 1)`` (13).  So the
+    start state is off by at most ``tolerance`` times the norm of the state before those chunks, spectral or Frobenius.
+
+    g: ``[B, T, HV]`` in log space.  excess: what ``β ‖k‖² − 2`` may be at most; 0 holds for β ≤ 1 and any k of norm
+    ≤ √2, and for β ≤ 2 and keys of norm ≤ 1; keys that were normalised and then rounded may be longer.
 
     Returns int64 ``[segments, HV]``.  A count of all chunks means the sequence's own start and initial state.
     """
-    gates, chunk = g.flatten(0, 1).double(), segments.chunk_size
+    gates, chunk = g.flatten(0, 1).double() + math.log1p(excess), segments.chunk_size
     limit = math.log(tolerance) if tolerance else -math.inf
     counts = torch.zeros(len(segments), g.shape[2], dtype=torch.int64, device=g.device)
     for segment, (start, before) in enumerate(zip(segments.bounds, segments.first_chunks)):
