@@ -14,6 +14,8 @@ HOPPER_VARIANT_SPILL_BYTES = 16
 OVERLAID_BYTES = {"kkt_inverse_mma": lambda p: 2 * p.chunk_size * p.head_dim_k + 4 * p.chunk_size}  # K and the gates
 #: What finding the sequence of a slot reads, at most.
 SEARCH_BYTES = 32
+#: What the row of a checkpoint reads in a chunk where one is due: once per state group, or per element of a thread.
+CHECKPOINT_ROW_BYTES = 4 * 128
 
 
 def each(kernels):
@@ -133,8 +135,11 @@ def test_forward_flops_and_tile_bytes_are_what_was_declared(kernel, artifact):
     read = chunk["tma_bytes_read"] + chunk["plain_bytes_read"]
     shared_by_group = 2 * 2 * c * dk * split * (problem.group_size - 1) // problem.group_size
     gates = 0 if chunk["tma_bytes_read"] == 0 else 4 * c  # read in a helper, which the IR only names
-    assert (read + gates) * split - shared_by_group == work.bytes_read
-    assert (chunk["tma_bytes_written"] + chunk["plain_bytes_written"]) * split == work.bytes_written == 2 * c * dv
+    assert 0 <= (read + gates) * split - shared_by_group - work.bytes_read <= CHECKPOINT_ROW_BYTES * split
+    state = dv // split * dk * (4 if problem.state_dtype == "float32" else 2)
+    checkpoint = state if chunk["tma_bytes_read"] == 0 else 0  # where one is due; a helper of the other template has it
+    written = chunk["tma_bytes_written"] + chunk["plain_bytes_written"] - checkpoint
+    assert written * split == work.bytes_written == 2 * c * dv
 
 
 @each([k for k in ALL if k.template.startswith("kkt_inverse")])
