@@ -3,7 +3,7 @@
 The two-step form of the kernels (MATH.md, FORWARD.md (26)-(27)): with ``Ã = A' diag(β)`` and ``Y = V − diag(γ) K S``,
 ``O = scale (diag(γ) Q S + (tril(Q Kᵀ) Ã ∘ Γ) Y)`` and ``S ← γ_C S + (diag(γ_C/γ) Ãᵀ K)ᵀ Y``.  Every exponential is of a
 difference ≤ 0, so no gate overflows.  Vectorised over sequences and heads; the loop runs over the chunks of the longest
-sequence of a group.  Differentiable by autograd.
+sequence of a group, or, with ``segment_chunks``, of the longest segment.  Differentiable by autograd.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from .ragged import ChunkSteps, cumulative_lengths, gather_rows, restore_order, scatter_rows
+from .segments import Segments, cut
 
 #: State elements of the sequences that run together; other per-step tensors are of the same order.
 _GROUP_ELEMENTS = 1 << 24
@@ -33,6 +34,7 @@ def chunk_form(
     chunk_size: int = 64,
     operand_dtype: torch.dtype | None = None,
     checkpoint_every: int | None = None,
+    segment_chunks: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Gated DeltaNet forward in fp32 (in float64 if q is float64).
 
@@ -40,6 +42,8 @@ def chunk_form(
     ``[B, T, HV]``.  Any float dtype.  initial_state: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with state_v_first.
     cu_seqlens: host ints; then B = 1.  operand_dtype: round the operands of every product but K Kᵀ to this dtype, as a
     kernel of that dtype does; used to set tolerances.  checkpoint_every: a multiple of chunk_size, in tokens.
+    segment_chunks: run long sequences as segments of at most so many chunks (more, if that is less than
+    checkpoint_every), side by side; the result is the same but for rounding.
 
     Returns (o ``[B, T, HV, V]`` in q's dtype, final state in ``state_dtype``, by default the dtype computed in), and
     with checkpoint_every the states after every so many tokens of each sequence, ``[rows, HV, K, V]`` like the final
@@ -50,6 +54,14 @@ def chunk_form(
     scale = dim_k**-0.5 if scale is None else scale
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     cu = cumulative_lengths(batch, tokens, cu_seqlens)
+    if segment_chunks is not None:
+        lengths = [end - start for start, end in zip(cu, cu[1:])]
+        segments = cut(lengths, chunk_size, segment_chunks, (checkpoint_every or chunk_size) // chunk_size)
+        if segments.is_cut:
+            rows = [x.flatten(0, 1)[None] for x in (q, k, v, g, beta)]
+            options = dict(state_dtype=state_dtype, operand_dtype=operand_dtype, checkpoint_every=checkpoint_every)
+            o, *states = _in_segments(*rows, scale, initial_state, segments, state_v_first, **options)
+            return o.view(batch, tokens, heads, dim_v), *states
     groups = list(_groups(cu, chunk_size, heads * dim_k * dim_v))
     all_steps = [ChunkSteps.of(cu, chunk, v.device, names) for names, chunk in groups]
     order = [n for steps in all_steps for n in steps.sequences]
@@ -77,6 +89,38 @@ def chunk_form(
     none = stored(torch.empty(0, heads, dim_k, dim_v, dtype=compute, device=v.device))
     final = restore_order(states, order) if states else none
     return (o, final) if checkpoints is None else (o, final, checkpoints.joined(none))
+
+
+def _in_segments(q, k, v, g, beta, scale, initial_state, segments: Segments, state_v_first, operand_dtype, **options):
+    """`chunk_form` in three steps: what every segment does to a state, where each one starts, the segments themselves.
+
+    A segment turns S into ``M S + S*`` (MATH.md (10)-(12)).  S* is what it leaves of a zero state, M what it leaves of
+    the identity with V = 0: the same recurrence on further value columns.
+    """
+    heads, dim_k, dim_v = v.shape[2], q.shape[-1], v.shape[-1]
+    common = dict(cu_seqlens=segments.bounds, chunk_size=segments.chunk_size, operand_dtype=operand_dtype)
+
+    wide = torch.cat([v, v.new_zeros(*v.shape[:3], dim_k)], -1)
+    identity = torch.cat([q.new_zeros(dim_k, dim_v), torch.eye(dim_k, dtype=q.dtype, device=q.device)], -1)
+    identity = identity.expand(len(segments), heads, dim_k, dim_v + dim_k)
+    _, ends = chunk_form(k, k, wide, g, beta, scale, identity, **common)
+    additions, transfers = ends.split([dim_v, dim_k], -1)
+
+    states = [additions.new_zeros(heads, dim_k, dim_v)] * len(segments.lasts)
+    if initial_state is not None:
+        states = list((initial_state.mT if state_v_first else initial_state).to(ends.dtype))
+    starts = []
+    for n, transfer, addition in zip(segments.sequences, transfers, additions):
+        starts.append(states[n])
+        states[n] = transfer @ states[n] + addition
+    starts = torch.stack(starts)
+
+    starts = starts.mT if state_v_first else starts
+    o, ends, *checkpoints = chunk_form(
+        q, k, v, g, beta, scale, starts, state_v_first=state_v_first, **common, **options
+    )
+    lasts = torch.tensor(segments.lasts, dtype=torch.int64, device=ends.device)
+    return o, ends.index_select(0, lasts), *checkpoints
 
 
 class _Checkpoints:

@@ -137,3 +137,66 @@ def test_4096_tokens_of_8_heads_take_less_than_two_seconds():
             chunk_form(*x.tokens, initial_state=x.initial_state)
             times.append(time.perf_counter() - start)
     assert min(times) < 2.0
+
+
+@pytest.mark.parametrize("gates", ["none", "mild", "violent"])
+@pytest.mark.parametrize("segment_chunks", [1, 2, 5, 100])
+def test_segments_side_by_side_give_the_recurrence(gates, segment_chunks):
+    lengths = (*RAGGED, 300)
+    x = make_inputs(lengths, 2, 4, 16, 8, torch.float64, gates=gates, beta=1.9, key_correlation=0.5)
+    kwargs = dict(scale=0.7, initial_state=x.initial_state.mT, cu_seqlens=x.cu_host, state_v_first=True)
+    want_o, want_s = recurrent_reference(*x.tokens, **kwargs)
+    o, s = chunk_form(*x.tokens, **kwargs, chunk_size=16, segment_chunks=segment_chunks)
+    assert s.shape == want_s.shape and s.is_contiguous()
+    assert relative_error(o, want_o) < 1e-12 and relative_error(s, want_s) < 1e-12
+
+
+def test_segments_of_a_dense_batch_in_16_bits_keep_the_accuracy_and_the_dtypes():
+    x = make_inputs((300, 300), 1, 2, 64, 64, gates="bench")
+    rows = [t.view(2, 300, *t.shape[2:]) for t in x.tokens]
+    want_o, want_s = recurrent_reference(*rows)
+    o, s = chunk_form(*rows, segment_chunks=2, state_dtype=torch.bfloat16)
+    assert o.dtype == s.dtype == torch.bfloat16 and o.shape == (2, 300, 2, 64)
+    assert relative_error(o, want_o) < 2e-3 and relative_error(s, want_s) < 3e-3
+    _, s = chunk_form(*rows, segment_chunks=2)
+    assert relative_error(s, want_s) < 2e-6
+    assert relative_error(chunk_form(*rows, segment_chunks=2, operand_dtype=torch.bfloat16)[0], want_o) < 6e-3
+
+
+@pytest.mark.parametrize("segment_chunks", [1, 3, 4, 7])
+def test_segments_leave_the_same_checkpoints(segment_chunks):
+    x = make_inputs(RAGGED, 1, 2, 16, 8, torch.float64)
+    kwargs = dict(initial_state=x.initial_state, cu_seqlens=x.cu_host, chunk_size=8, checkpoint_every=24)
+    for got, want in zip(
+        chunk_form(*x.tokens, **kwargs, segment_chunks=segment_chunks), chunk_form(*x.tokens, **kwargs)
+    ):
+        assert got.shape == want.shape and relative_error(got, want) < 1e-12
+
+
+def test_rows_past_the_end_and_nan_of_a_neighbour_stay_out_of_segments():
+    x = make_inputs((70, 30, 65), 1, 2, 16, 8, torch.float64)
+    for t in x.tokens:
+        t[0, 70:100] = float("nan")
+    cu = (0, 70, 100, 160)
+    want_o, want_s = chunk_form(*x.tokens, cu_seqlens=cu, chunk_size=16)
+    o, s = chunk_form(*x.tokens, cu_seqlens=cu, chunk_size=16, segment_chunks=1)
+    for rows in (slice(70), slice(100, None)):
+        assert relative_error(o[:, rows], want_o[:, rows]) < 1e-12
+    assert not o[:, 160:].any() and relative_error(s[[0, 2]], want_s[[0, 2]]) < 1e-12
+
+
+def test_gradients_through_segments_are_those_of_the_recurrence():
+    x = make_inputs((40, 0, 17), 1, 2, 8, 6, dtype=torch.float64)
+    grads = []
+    for form, extra in ((recurrent_reference, {}), (chunk_form, {"chunk_size": 8, "segment_chunks": 2})):
+        leaves = [t.detach().double().requires_grad_() for t in (*x.tokens, x.initial_state)]
+        o, s = form(*leaves[:5], initial_state=leaves[5], cu_seqlens=x.cu_host, **extra)
+        grads.append(torch.autograd.grad(o.square().sum() + s.sin().sum(), leaves))
+    for got, want in zip(*grads[::-1]):
+        assert relative_error(got, want) < 1e-9
+
+
+def test_nothing_long_enough_to_cut_is_the_plain_form():
+    x = make_inputs(RAGGED, 1, 2, 16, 8)
+    want = chunk_form(*x.tokens, cu_seqlens=x.cu_host)
+    assert all(torch.equal(a, b) for a, b in zip(want, chunk_form(*x.tokens, cu_seqlens=x.cu_host, segment_chunks=3)))
