@@ -10,6 +10,7 @@ A function of host lengths alone; the cut of a sequence depends on no other sequ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -86,8 +87,9 @@ class Segments:
     ) -> list[StateItem]:
         """The work before the correction, long items first; none for a last segment.
 
-        num_heads: value heads.  warmup: chunks to run before each segment, ``[segments][value heads]``, where the host
-        knows the gates.  transfer_cost: what a chunk costs with its transfer matrix, of what it costs without.
+        num_heads: value heads; without warmup they are alike, and the items of one order those of all.  warmup: chunks
+        to run before each segment, ``[segments][value heads]``, where the host knows the gates.  transfer_cost: time
+        of a chunk with its transfer matrix over that of one without.
         """
         items = []
         for segment, chunks in enumerate(self.chunks):
@@ -117,21 +119,21 @@ def cut(lengths: Sequence[int], chunk_size: int, segment_chunks: int | None, uni
             f"`segment_chunks >= 1` and `unit >= 1` must hold, but got segment_chunks={segment_chunks} and "
             f"unit={unit}; pass segment_chunks=None to cut nothing."
         )
-    limit = None if segment_chunks is None else max(1, segment_chunks // unit)
+    limit = math.inf if segment_chunks is None else unit * max(1, segment_chunks // unit)
     sequences, first_chunks, chunks, tokens, firsts = [], [], [], [], [0]
     for n, length in enumerate(lengths):
-        total = -(-length // chunk_size)
-        units = -(-total // unit)
-        parts = 1 if limit is None or units <= limit else -(-units // limit)
-        share, longer = divmod(units, parts)
-        first = 0
-        for part in range(parts - 1):
-            size = unit * (share + (part < longer))
-            sequences.append(n)
-            first_chunks.append(first)
-            chunks.append(size)
-            tokens.append(size * chunk_size)
-            first += size
+        total, first = -(-length // chunk_size), 0
+        if total > limit:
+            units = -(-total // unit)
+            parts = -(-total // limit)
+            share, longer = divmod(units, parts)
+            for part in range(parts - 1):
+                size = unit * (share + (part < longer))
+                sequences.append(n)
+                first_chunks.append(first)
+                chunks.append(size)
+                tokens.append(size * chunk_size)
+                first += size
         sequences.append(n)
         first_chunks.append(first)
         chunks.append(total - first)

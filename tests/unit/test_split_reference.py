@@ -286,6 +286,34 @@ def test_a_windowed_split_errs_by_the_tolerance_of_the_largest_state(tolerance):
     assert ((finals - want_finals).norm(dim=(2, 3)) <= tolerance * largest + 1e-12).all()
 
 
+@pytest.mark.parametrize("tolerance", [None, 1e-9])
+def test_one_pool_of_states_serves_the_whole_split(tolerance):
+    """What an item leaves goes to the next segment's row; the correction and the forward work in place."""
+    lengths = (0, 400, 16, 1, 100, 230)
+    x = inputs(lengths, seed=4, beta=1.5)
+    g = random_gates(x, 4)
+    segments = cut(lengths, CHUNK, 3)
+    warmup = warmup_chunks_reference(g, segments, tolerance)
+    items = segments.state_items(4, warmup.tolist())
+    assert len({item.transfer for item in items}) == 2
+
+    pool = torch.full((len(segments), 4, 16, 8), math.nan, dtype=torch.float64)
+    pool[list(segments.firsts[:-1])] = x.initial_state.double()
+    left, m = segment_state_reference(x.k, x.v, g, x.beta, segments, x.initial_state, warmup)
+    for item in items:
+        pool[item.segment + 1, item.head] = left[item.segment, item.head]
+    for segment, head, _, transfer in sorted(items):
+        if transfer:
+            pool[segment + 1, head] += m[segment, head] @ pool[segment, head]
+    o, pool = chunk_reference(
+        x.q, x.k, x.v, g, x.beta, initial_state=pool, cu_seqlens=segments.bounds, chunk_size=CHUNK
+    )
+    kwargs = dict(initial_state=x.initial_state, cu_seqlens=x.cu_host)
+    want_o, want_s = recurrent_reference(x.q, x.k, x.v, g, x.beta, **kwargs)
+    limit = EXACT if tolerance is None else 1e-7
+    assert relative_error(o, want_o) < limit and relative_error(pool[list(segments.lasts)], want_s) < limit
+
+
 def test_a_known_start_survives_the_window_of_another_head():
     """The first segment of a head whose window holds runs from zero; of the others, from the initial state."""
     x = inputs((96,), seed=2)
