@@ -6,6 +6,10 @@ The spec digest covers problem, schedule, template source and target; the build 
 nvcc versions.  An entry is written to a staging folder and published by one rename, so readers see all of it or none.
 An entry that does not hash to what its manifest says, or does not belong where it lies, is a miss and gets replaced.
 
+    <root>/.texts/<digest of CUDA text, target, flags, versions> -> ../<spec digest>/<build digest>
+
+finds a build whose nvcc was given the same text, so that specs that lower to one text share its cubin.
+
 What the folder holds is executed, so it belongs to the user alone: a root that others can write is refused, and an
 entry that others can write is a miss.  A root that only root can write, such as an image's, serves for reading.
 """
@@ -31,7 +35,7 @@ from .errors import CacheError
 from .spec import KernelSpec, canonical_json, sha256
 
 LIBRARY, SOURCE, CUBIN, MANIFEST = "kernel.so", "kernel.cu", "kernel.cubin", "manifest.json"
-STAGING, BROKEN = ".staging-", ".broken-"
+STAGING, BROKEN, TEXTS = ".staging-", ".broken-", ".texts"
 STALE_S = 3600  # staging folders older than this were left by a killed process
 REPLACE_ATTEMPTS = 5
 
@@ -59,13 +63,22 @@ class Artifact:
         return (self.path / CUBIN).read_bytes()
 
 
+@dataclass(frozen=True)
+class DeviceCode:
+    """What nvcc made of a CUDA text: the cubin, and the report and name of the build that it was made for."""
+
+    cubin: bytes
+    report: dict
+    build: str
+
+
 def build_digest(spec: KernelSpec, flags: tuple[str, ...], tools: toolchain.Toolchain) -> str:
     """Identity of a build: what is asked, how it is compiled, and with what."""
-    return _build_digest(spec, flags, tools.as_dict())
+    return _build_digest(spec.as_dict(), flags, tools.as_dict())
 
 
-def _build_digest(spec: KernelSpec, flags, tools: dict) -> str:
-    return sha256({"spec": spec.as_dict(), "flags": list(flags), "toolchain": tools})
+def _build_digest(spec: dict, flags, tools: dict) -> str:
+    return sha256({"spec": spec, "flags": list(flags), "toolchain": tools})
 
 
 class ArtifactStore:
@@ -95,6 +108,38 @@ class ArtifactStore:
         found = [a for a in (self._read(spec, entry) for entry in entries) if a is not None]
         usable = [a for a in found if a.report["toolchain"]["tilelang"] == tools.tilelang]
         return min(usable, key=lambda a: a.report["flags"] != list(flags), default=None)
+
+    def device_code(self, text: str, target: str, flags: tuple[str, ...]) -> DeviceCode | None:
+        """What this machine's nvcc made of an equal CUDA text for any spec, or None."""
+        try:
+            path = self._text_link(text, target, flags).resolve(strict=True)
+            manifest = self._manifest(path)
+            if (
+                manifest is None
+                or path.parent.parent != self.root
+                or manifest["sha256"].get(SOURCE) != hashlib.sha256(text.encode()).hexdigest()
+                or CUBIN not in manifest["sha256"]
+            ):
+                return None
+            return DeviceCode((path / CUBIN).read_bytes(), manifest["report"], str(path.relative_to(self.root)))
+        except OSError:  # nothing of this text, or a build that is gone: a miss
+            return None
+
+    def remember_text(self, text: str, target: str, flags: tuple[str, ...], artifact: Artifact) -> None:
+        """Let `device_code` find an artifact by the text that nvcc was given; CacheError if that cannot be written."""
+        link = self._text_link(text, target, flags)
+        try:
+            link.parent.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                link.unlink()
+            with contextlib.suppress(FileExistsError):  # another process was first
+                link.symlink_to(Path("..", artifact.path.relative_to(self.root)))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _text_link(self, text: str, target: str, flags: tuple[str, ...]) -> Path:
+        what = {"text": text, "target": target, "flags": list(flags), "toolchain": toolchain.current().as_dict()}
+        return self.root / TEXTS / sha256(what)
 
     def toolchains(self) -> list[dict | None]:
         """The toolchain of every entry, None where its manifest cannot be read; CacheError as `get`."""
@@ -184,20 +229,26 @@ class ArtifactStore:
                         shutil.rmtree(path, ignore_errors=True)
 
     def _read(self, spec: KernelSpec, path: Path) -> Artifact | None:
-        """The entry at ``path`` if it is whole, of ``spec``, in its place, and writable by no one else; else None."""
+        """The entry at ``path`` if it is valid and of ``spec``; else None."""
+        manifest = self._manifest(path)
+        if manifest is None or manifest["spec"] != spec.as_dict():
+            return None
+        return Artifact(spec=spec, path=path, report=manifest["report"])
+
+    def _manifest(self, path: Path) -> dict | None:
+        """The manifest of an entry that is whole, in its place, and writable by no one else; else None."""
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             hashes, report = manifest["sha256"], manifest["report"]
             valid = (
                 LIBRARY in hashes
-                and manifest["spec"] == spec.as_dict()
-                and _build_digest(spec, report["flags"], report["toolchain"]) == path.name
+                and _build_digest(manifest["spec"], report["flags"], report["toolchain"]) == path.name
                 and all(_is_private(p) for p in (path.parent, path, *(path / name for name in (MANIFEST, *hashes))))
                 and all(hashlib.sha256((path / n).read_bytes()).hexdigest() == want for n, want in hashes.items())
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return Artifact(spec=spec, path=path, report=report) if valid else None
+        return manifest if valid else None
 
     def _check_owner(self) -> None:
         if not _is_private(self.root):

@@ -12,12 +12,13 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import cubin, ir, toolchain
 from .arch import get_arch
-from .artifacts import CUBIN, LIBRARY, SOURCE, Artifact, ArtifactStore
+from .artifacts import CUBIN, LIBRARY, SOURCE, Artifact, ArtifactStore, DeviceCode
 from .errors import BuildError, InfeasibleError
 from .registry import get_template
 from .resources import is_feasible
@@ -39,22 +40,29 @@ CUDA_CALLBACK = "tilelang_callback_cuda_compile"
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered kernel: device and host IR, CUDA text, dynamic shared memory, the time it took, and nvcc's cubin
-    (None where the device code was not compiled)."""
+    """A lowered kernel: device and host IR, CUDA text, dynamic shared memory, the time it took, nvcc's cubin (None
+    where the device code was not compiled), and where that was taken from instead of compiling the text again."""
 
     artifact: object
     source: str
     smem_bytes: int
     seconds: float
     cubin: bytes | None = None
+    taken: DeviceCode | None = None
+
+
+def _never(text: str) -> None:
+    """No CUDA text is known."""
 
 
 @dataclass
 class _Run:
-    """What nvcc said and made during one `lower`."""
+    """What nvcc said and made during one `lower`, or what it had made of the same text before."""
 
     log: list[str]
+    known: Callable[[str], DeviceCode | None] = _never
     cubins: list[bytes] = field(default_factory=list)
+    taken: DeviceCode | None = None
 
 
 _current = threading.local()  # .run: the `_Run` of the build this thread is in
@@ -73,7 +81,10 @@ def ensure(spec: KernelSpec, store: ArtifactStore | None = None) -> Artifact:
 
 
 def build(spec: KernelSpec, store: ArtifactStore) -> Artifact:
-    """Lower and compile ``spec``, whatever the store holds, and publish the result."""
+    """Lower and compile ``spec``, whatever the store holds of it, and publish the result.
+
+    A CUDA text that was compiled before, for whichever spec, is not compiled again.
+    """
     feasible = is_feasible(spec.problem, spec.schedule)
     if not feasible:
         raise InfeasibleError(
@@ -83,7 +94,8 @@ def build(spec: KernelSpec, store: ArtifactStore) -> Artifact:
     toolchain.current().require()
     store.prepare()
     log: list[str] = []
-    lowered = lower(spec, log)
+    target, options = get_arch(spec.problem.arch).target, flags(spec)
+    lowered = lower(spec, log, known=lambda text: store.device_code(text, target, options))
     with tempfile.TemporaryDirectory(prefix="qla-build-") as folder:
         path = Path(folder) / LIBRARY
         try:
@@ -96,17 +108,33 @@ def build(spec: KernelSpec, store: ArtifactStore) -> Artifact:
     files = {LIBRARY: library, SOURCE: lowered.source.encode(), CUBIN: lowered.cubin}
     roles = get_template(spec.schedule.template).roles(spec.problem, spec.schedule)
     report = {
-        **ptxas_report("\n".join(log)),
+        **_said_by_ptxas(lowered.taken, log),
         **cubin.report(roles, lowered.cubin),
         **ir.report(lowered.artifact.device_mod),
         "smem_bytes": lowered.smem_bytes,
         "build_seconds": round(lowered.seconds, 3),
     }
-    return store.publish(spec, flags(spec), files, report)
+    if lowered.taken is not None:
+        report["device_code_of"] = lowered.taken.build
+    artifact = store.publish(spec, options, files, report)
+    if lowered.taken is None:
+        store.remember_text(lowered.source, target, options, artifact)
+    return artifact
 
 
-def lower(spec: KernelSpec, log: list[str] | None = None, compile_device: bool = True) -> Lowered:
-    """Run TileLang's pipeline; with ``compile_device`` also nvcc, whose output is appended to ``log``.
+def _said_by_ptxas(taken: DeviceCode | None, log: list[str]) -> dict:
+    fields = ptxas_report("\n".join(log))
+    return fields if taken is None else {name: taken.report[name] for name in fields}
+
+
+def lower(
+    spec: KernelSpec,
+    log: list[str] | None = None,
+    compile_device: bool = True,
+    known: Callable[[str], DeviceCode | None] = _never,
+) -> Lowered:
+    """Run TileLang's pipeline; with ``compile_device`` also nvcc, whose output is appended to ``log``, unless the
+    device code of the CUDA text is ``known``.
 
     Raises BuildError with what TileLang or nvcc said.
     """
@@ -115,7 +143,7 @@ def lower(spec: KernelSpec, log: list[str] | None = None, compile_device: bool =
     template = get_template(spec.schedule.template)
     target = tvm.target.Target({"kind": "cuda", "arch": get_arch(spec.problem.arch).target})
     config = {getattr(tilelang.PassConfigKey, name): value for name, value in template.pass_configs.items()}
-    run = _Run([] if log is None else log)
+    run = _Run([] if log is None else log, known)
     began = time.perf_counter()
     _install_nvcc_callback()
     _current.run = run
@@ -142,6 +170,7 @@ def lower(spec: KernelSpec, log: list[str] | None = None, compile_device: bool =
         int(sum(dynamic)),
         time.perf_counter() - began,
         run.cubins[0] if compile_device else None,
+        run.taken,
     )
 
 
@@ -171,8 +200,12 @@ def _install_nvcc_callback() -> None:
             run = getattr(_current, "run", None)
             if run is None:
                 return previous(code, target, pass_config)
-            fast_math = bool((pass_config or {}).get("tl.enable_fast_math", False))
-            run.cubins.append(nvcc_cubin(str(code), str(target.attrs["arch"]), run.log, fast_math))
+            run.taken = run.known(str(code))
+            if run.taken is not None:
+                run.cubins.append(run.taken.cubin)
+            else:
+                fast_math = bool((pass_config or {}).get("tl.enable_fast_math", False))
+                run.cubins.append(nvcc_cubin(str(code), str(target.attrs["arch"]), run.log, fast_math))
             return bytearray(run.cubins[-1])
 
         tvm_ffi.register_global_func(CUDA_CALLBACK, compile_cuda, override=True)

@@ -67,6 +67,47 @@ def test_published_artifact_is_found_with_its_bytes_and_report(store):
     assert sorted(p.name for p in store.root.iterdir()) == [spec().digest]  # no staging left
 
 
+TEXT, TARGET = "// source", "sm_90a"
+
+
+def remembered(store):
+    made = publish(store)
+    store.remember_text(TEXT, TARGET, FLAGS, made)
+    return made
+
+
+def test_device_code_is_found_by_text_target_flags_and_tools(store, monkeypatch):
+    assert store.device_code(TEXT, TARGET, FLAGS) is None
+    made = remembered(store)
+    found = store.device_code(TEXT, TARGET, FLAGS)
+    assert (found.cubin, found.report, store.root / found.build) == (FILES[CUBIN], made.report, made.path)
+    others = [("// other", TARGET, FLAGS), (TEXT, "sm_100a", FLAGS), (TEXT, TARGET, ("-O2",))]
+    assert [store.device_code(*other) for other in others] == [None] * 3
+    monkeypatch.setattr(toolchain, "current", lambda: replace(TOOLS, nvcc="13.1.0"))
+    assert store.device_code(TEXT, TARGET, FLAGS) is None
+
+
+def test_device_code_of_a_damaged_foreign_or_removed_build_is_a_miss_until_it_is_built_again(store, tmp_path):
+    made = remembered(store)
+    made.library.write_bytes(b"edited")
+    assert store.device_code(TEXT, TARGET, FLAGS) is None
+    shutil.rmtree(made.path)
+    assert store.device_code(TEXT, TARGET, FLAGS) is None
+    remembered(store)
+    assert store.device_code(TEXT, TARGET, FLAGS).cubin == FILES[CUBIN]
+    (link,) = (store.root / artifacts.TEXTS).iterdir()
+    link.unlink()
+    shutil.copytree(store.root / spec().digest, tmp_path / spec().digest)
+    link.symlink_to(tmp_path / spec().digest / made.path.name)  # whole, but not of this cache
+    assert store.device_code(TEXT, TARGET, FLAGS) is None
+
+
+def test_text_of_another_build_is_a_miss_though_its_link_says_so(store):
+    made = publish(store, files={**FILES, SOURCE: b"// other"})
+    store.remember_text(TEXT, TARGET, FLAGS, made)
+    assert store.device_code(TEXT, TARGET, FLAGS) is None
+
+
 @pytest.mark.parametrize("changed", [{"nvcc": "13.1.0"}, {"tilelang": "0.1.16"}])
 def test_another_toolchain_is_a_miss(store, monkeypatch, changed):
     publish(store)

@@ -1,6 +1,7 @@
 """A build that cannot succeed says why, before it costs anything, and publishes nothing."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +99,21 @@ class TestWithTileLang:
             build.ensure(small_spec(), store)
         assert "a long warning" in raised.value.log and "a long warning" not in str(raised.value)
         assert list(store.root.iterdir()) == []
+
+    def test_equal_cuda_text_is_compiled_once_and_both_builds_are_whole(self, store, nvcc, tmp_path, monkeypatch):
+        count = tmp_path / "count"
+        nvcc(f"echo x >> {count}\ncat kernel.cu > kernel.cubin\necho 'ptxas info : Used 77 registers' >&2")
+        monkeypatch.setattr(build.cubin, "report", lambda roles, cubin: {})
+        library = "tilelang.tvm.runtime.Module.export_library"
+        monkeypatch.setattr(library, lambda self, path: Path(path).write_bytes(b"library"))
+        first = build.build(small_spec(), store)
+        monkeypatch.setattr("qla_jit.registry.digest", lambda name: "e" * 64)  # a comment in the template changed
+        second = build.build(small_spec(), store)
+        assert count.read_text() == "x\n"
+        assert (second.path != first.path, second.cubin, second.source) == (True, first.cubin, first.source)
+        assert first.report["registers"] == second.report["registers"] == 77
+        assert second.report["device_code_of"] == str(first.path.relative_to(store.root))
+        assert store.get(small_spec(), build.flags(small_spec())) == second
 
     def test_nvcc_that_cannot_start_is_a_build_error(self, store, nvcc, tmp_path):
         nvcc("")
