@@ -41,6 +41,8 @@ def _roles_have_registers(report: Mapping, default: Mapping, arch: Arch) -> str 
 
 def _over_limit(report: Mapping) -> dict[str, tuple[int, int]]:
     rows = (report.get("role_registers") or {}).items()
+    if len(rows) < 2:  # without `setmaxnreg` the launch decides, and what a role declares limits nothing
+        return {}
     return {name: (r["live"], r["limit"]) for name, r in rows if r.get("live") is not None and r["live"] > r["limit"]}
 
 

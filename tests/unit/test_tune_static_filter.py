@@ -17,11 +17,15 @@ SM90 = get_arch("sm90")
 SERIALISED = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
 
 
+def roles(load, state=168):
+    return {"load": {"limit": 24, "live": load}, "state": {"limit": 192, "live": state}}
+
+
 def report(**changes):
     """That of a kernel with nothing against it."""
     values = dict(
         registers=168, spill_bytes=0, local_bytes=0, static_smem_bytes=18432, smem_bytes=212992, warnings=[],
-        role_registers={"load": {"limit": 24, "live": 22}, "state": {"limit": 192, "live": 168}},
+        role_registers=roles(22),
         instructions={"hgmma": 76, "hmma": 0, "stl": 0, "ldl": 0, "waits": [[0, 5], [1, 6]]},
     )  # fmt: skip
     return {**values, **changes}
@@ -44,7 +48,7 @@ def test_good_kernel_and_its_usual_variants_have_nothing_against_them():
         ({"spill_bytes": SPILLED_BYTES + 4}, "spills_are_few", "68 B spilled"),
         ({"warnings": [SERIALISED]}, "products_are_asynchronous", "C7510"),
         ({"smem_bytes": 215000}, "shared_memory_fits_the_cta", "18432 B static and 215000 B dynamic, 232448 B"),
-        ({"role_registers": {"load": {"limit": 24, "live": 25}}}, "live_registers_fit_the_role", "25 live of 24"),
+        ({"role_registers": roles(25)}, "live_registers_fit_the_role", "25 live of 24"),
         ({"instructions": {"hgmma": 76, "waits": [[0, 76]]}}, "waits_are_few", "1.00 waits"),
     ],
 )
@@ -58,7 +62,7 @@ def test_every_rule_has_a_case_above_and_several_can_be_broken_at_once():
     broken = against(
         report(
             spill_bytes=900, warnings=[SERIALISED], smem_bytes=232448,
-            role_registers={"load": {"limit": 24, "live": 40}}, instructions={"hgmma": 8, "waits": [[0, 8]]},
+            role_registers=roles(40), instructions={"hgmma": 8, "waits": [[0, 8]]},
         ),
         report(), SM90,
     )  # fmt: skip
@@ -68,7 +72,7 @@ def test_every_rule_has_a_case_above_and_several_can_be_broken_at_once():
 def test_what_the_default_does_too_is_not_held_against_a_schedule_unless_it_cannot_run():
     bad = report(
         spill_bytes=900, warnings=[SERIALISED], smem_bytes=232448,
-        role_registers={"load": {"limit": 24, "live": 40}}, instructions={"hgmma": 8, "waits": [[0, 8]]},
+        role_registers=roles(40), instructions={"hgmma": 8, "waits": [[0, 8]]},
     )  # fmt: skip
     assert rules(against(bad, bad, SM90)) == ["shared_memory_fits_the_cta"]
     assert rules(against({**bad, "smem_bytes": 0, "spill_bytes": 904}, bad, SM90)) == ["spills_are_few"]
@@ -76,12 +80,15 @@ def test_what_the_default_does_too_is_not_held_against_a_schedule_unless_it_cann
 
 @pytest.mark.parametrize("default", [{}, report()])
 def test_what_was_not_measured_breaks_no_rule(default):
-    unknown = report(
-        instructions=None, role_registers={"load": {"limit": 24, "live": None}, "state": {"limit": 192, "live": None}}
-    )
+    unknown = report(instructions=None, role_registers=roles(None, None))
     assert against(unknown, default, SM90) == ()
     assert against({}, default, SM90) == ()
     assert against(report(), {}, SM90) == ()
+
+
+def test_registers_that_a_role_only_declares_limit_nothing_where_it_is_the_only_one():
+    alone = report(role_registers={"inverse": {"limit": 144, "live": 160}})
+    assert against(alone, report(), SM90) == ()
 
 
 COMPILER = """
