@@ -106,6 +106,8 @@ def test_a_window_replaces_the_transfer_matrix_where_it_fits_the_segment_before(
     assert not s.window_holds(0, 0)  # a first segment's start is known
     assert s.window_holds(1, 2) and not s.window_holds(1, 3)  # three chunks before it are all there are
     assert s.window_holds(2, 3) and not s.window_holds(2, 4)
+    shorter = cut([16 * 8], 16, 3)
+    assert shorter.chunks == (3, 3, 2) and shorter.window_holds(2, 3)  # the segment before is what counts
     assert s.needs_transfer(1) and not s.needs_transfer(1, warmup=3) and s.needs_transfer(1, warmup=4)
 
 
