@@ -33,12 +33,12 @@ from qla_jit.db.lookup import Match, heads_of, ranked
 from qla_jit.db.records import BestRow
 from qla_jit.schedule import Schedule
 from qla_jit.tune.replay import ReplayEvaluator
+from qla_jit.tune.replay_study import NEAR, run_seed
 from qla_jit.tune.search import Exhaustive, OptunaSearch, Strategy, first_points
 from qla_jit.tune.space import enumerate_space
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.10, 0.25, 0.50)
-NEAR = 0.02
 STRATEGIES = ("random", "optuna", "tpe", "random+near", "tpe+near")
 MIN_POINTS = 9  # a quarter of fewer is the default and one guess
 
@@ -77,19 +77,6 @@ def budget(points: int, share: float) -> int:
     return max(1, int(points * share))
 
 
-def losses(strategy: Strategy, evaluator: ReplayEvaluator, problem: Problem, workload: str, best_us: float, budgets):
-    """Loss of the best point known after each budget; inf where none of the points ran."""
-    found, least = [], float("inf")
-    for _ in range(max(budgets)):
-        point = strategy.ask()
-        trial = evaluator.evaluate(problem, workload, point)
-        strategy.tell(trial)
-        if trial.status == "ok":
-            least = min(least, trial.median_us)
-        found.append(least / best_us - 1)
-    return [found[b - 1] for b in budgets]
-
-
 def neighbours(rows: Iterable[BestRow], problem: Problem, workload: str) -> list[Match]:
     """The rows that a database without this problem would offer for it."""
     return ranked(problem, (("shipped", row) for row in rows if row.problem != problem), workload)
@@ -119,9 +106,10 @@ def study_space(
     near = neighbours(jsonl.read(rows_file).best, problem, workload)
     # Each budget is a prefix of the next: a strategy does not know when it will be stopped.
     runs = [
-        losses(make(strategy, points, seed, near), evaluator, problem, workload, min(times), budgets)
+        run_seed(make(strategy, points, seed, near), evaluator, problem, workload, min(times), max(budgets)).losses
         for seed in range(seeds)
     ]
+    columns = [[run[count - 1] for run in runs] for count in budgets]
     return [
         Result(
             kernel=problem.kernel,
@@ -136,7 +124,7 @@ def study_space(
             median_loss=round(statistics.median(column), 4),
             worst_loss=round(max(column), 4),
         )
-        for share, trials, column in zip(SHARES, budgets, zip(*runs))
+        for share, trials, column in zip(SHARES, budgets, columns)
     ]
 
 

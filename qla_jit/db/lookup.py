@@ -33,7 +33,8 @@ class Match:
     """A schedule and where it came from.
 
     kind: one of `KINDS`.  layer: ``user``, ``shipped``, or None for the default.  distance: Σ |Δ log2 heads|.
-    stale: the row was measured with an older source of its template.
+    stale: the row was measured with an older source of its template.  passed_over: rows that would have been preferred,
+    but whose schedule breaks a rule for this problem.
     """
 
     problem: Problem
@@ -43,10 +44,14 @@ class Match:
     row: BestRow | None = None
     distance: float = 0.0
     stale: bool = False
+    passed_over: int = 0
 
     def __str__(self) -> str:
         if self.row is None:
-            return f"default of {self.schedule.template} (nothing tuned within distance {MAX_DISTANCE:g})"
+            why = f"nothing tuned within distance {MAX_DISTANCE:g}"
+            if self.passed_over:
+                why = f"{_rows(self.passed_over)} within distance {MAX_DISTANCE:g}, but none may run for this problem"
+            return f"default of {self.schedule.template} ({why})"
         parts = [f"{self.kind} row of the {self.layer} database"]
         if self.distance:
             parts.append(f"distance {self.distance:.2f} ({heads_of(self.row.problem)} for {heads_of(self.problem)})")
@@ -55,7 +60,13 @@ class Match:
         parts.append(f"workload {self.row.workload}, {self.row.median_us:.1f} us over {self.row.trials} trials")
         if self.row.gain is not None:
             parts.append(f"{self.row.gain:.2f}x the default")
+        if self.passed_over:
+            parts.append(f"{_rows(self.passed_over)} passed over that may not run for this problem")
         return ", ".join([*parts, str(self.row.environment)])
+
+
+def _rows(count: int) -> str:
+    return f"{count} tuned row{'s' * (count > 1)}"
 
 
 def heads_of(problem: Problem) -> str:
@@ -85,10 +96,11 @@ def choose(problem: Problem, rows: Iterable[tuple[str, BestRow]], workload: str 
     workload: prefer rows measured on it; otherwise rows over all workloads come first, then those of most trials.
     Raises UnsupportedError when no template answers the problem at all.
     """
-    for match in ranked(problem, rows, workload):
+    near = ranked(problem, rows, workload)
+    for passed_over, match in enumerate(near):
         if is_feasible(problem, match.schedule):
-            return match
-    return Match(problem, registry.select(problem).default(problem), "default")
+            return replace(match, passed_over=passed_over)
+    return Match(problem, registry.select(problem).default(problem), "default", passed_over=len(near))
 
 
 def ranked(problem: Problem, rows: Iterable[tuple[str, BestRow]], workload: str | None = None) -> list[Match]:

@@ -26,16 +26,28 @@ NEAR = 0.02
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One run.  loss: time found over the recorded best, minus 1; None (as found) where nothing ran.
+    """One run.  found: the best trial, None where nothing ran.
 
-    trials_to_near: trials until a point within 2 % of the best was found; None where none was.
+    losses: after each trial, the best time so far over the recorded best, minus 1; inf while nothing ran.
     """
 
     seed: int
-    trials: int
     found: Trial | None
-    loss: float | None
-    trials_to_near: int | None
+    losses: tuple[float, ...]
+
+    @property
+    def trials(self) -> int:
+        return len(self.losses)
+
+    @property
+    def loss(self) -> float | None:
+        """What the whole run found; None where nothing ran."""
+        return None if self.found is None else self.losses[-1]
+
+    @property
+    def trials_to_near(self) -> int | None:
+        """Trials until a point within 2 % of the best was found; None where none was."""
+        return next((count for count, loss in enumerate(self.losses, start=1) if loss <= NEAR), None)
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ def replay(
     count = trials_of(budget, len(points))
     near = list(near)
     runs = [
-        _run(_make(strategy, points, seed, count, near), evaluator, problem, workload, best.median_us, seed, count)
+        run_seed(_make(strategy, points, seed, count, near), evaluator, problem, workload, best.median_us, count, seed)
         for seed in seeds
     ]
     return Replayed(
@@ -146,14 +158,21 @@ def _make(name: str, points: Sequence[Schedule], seed: int, budget: int, near: S
     return kinds[name](points, seed, first_points(points, near))
 
 
-def _run(strategy, evaluator, problem, workload, best_us: float, seed: int, budget: int) -> SeedRun:
-    found, trials_to_near, count = None, None, 0
-    while count < budget and (point := strategy.ask()) is not None:
+def run_seed(
+    strategy: Strategy,
+    evaluator: ReplayEvaluator,
+    problem: Problem,
+    workload: str,
+    best_us: float,
+    budget: int,
+    seed: int = 0,
+) -> SeedRun:
+    """Ask, evaluate and tell until the budget or the points end.  best_us: what losses are relative to."""
+    found, losses = None, []
+    while len(losses) < budget and (point := strategy.ask()) is not None:
         trial = evaluator.evaluate(problem, workload, point)
         strategy.tell(trial)
-        count += 1
         if trial.status == "ok" and (found is None or trial.median_us < found.median_us):
             found = trial
-            if trials_to_near is None and trial.median_us <= (1 + NEAR) * best_us:
-                trials_to_near = count
-    return SeedRun(seed, count, found, None if found is None else found.median_us / best_us - 1, trials_to_near)
+        losses.append(float("inf") if found is None else found.median_us / best_us - 1)
+    return SeedRun(seed, found, tuple(losses))

@@ -71,7 +71,17 @@ def test_all_but_heads_must_match_exactly(other):
 def test_infeasible_row_is_passed_over_for_the_next():
     near = best(problem_=problem(16, 32), schedule=point(1, 0))  # a + b is odd
     far = best(problem_=problem(8, 32))
-    assert choose(problem(), user(near, far)).row == far
+    match = choose(problem(), user(near, far))
+    assert (match.row, match.passed_over) == (far, 1)
+    assert "1 tuned row passed over that may not run for this problem" in str(match)
+
+
+def test_default_says_whether_nothing_was_tuned_or_nothing_of_it_may_run():
+    assert str(choose(problem(), [])) == "default of fake (nothing tuned within distance 4)"
+    broken = [best(problem_=problem(16, 32), schedule=point(a, 0)) for a in (1, 3)]
+    match = choose(problem(), user(*broken))
+    assert (match.kind, match.passed_over) == ("default", 2)
+    assert str(match) == "default of fake (2 tuned rows within distance 4, but none may run for this problem)"
 
 
 def test_row_of_a_template_that_is_gone_is_a_miss():

@@ -36,22 +36,6 @@ def study(files, strategy, heads=64, seeds=4):
     return search_study.study_space(sweeps, rows, problem(16, heads), WORKLOAD, strategy, seeds)
 
 
-def test_losses_are_those_of_the_best_point_after_each_budget(files):
-    evaluator = search_study.recording(files[0])
-
-    class InOrder:
-        points = iter([point(0, 0), point(2, 4, "r"), point(0, 2)])
-
-        def ask(self):
-            return next(self.points)
-
-        def tell(self, trial):
-            pass
-
-    found = search_study.losses(InOrder(), evaluator, problem(), WORKLOAD, 100.0, [1, 2, 3])
-    assert found == pytest.approx([0.46, 0.0, 0.0])
-
-
 def test_budgets_never_exceed_their_share(files):
     assert [r.trials for r in study(files, "random")] == [6, 15, 30]
     assert [search_study.budget(9, share) for share in search_study.SHARES] == [1, 2, 4]

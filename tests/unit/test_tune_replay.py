@@ -9,7 +9,7 @@ from qla_jit.db.lookup import ranked
 from qla_jit.errors import ConfigError, ReplayMissError
 from qla_jit.tune import replay as recordings
 from qla_jit.tune.replay import ReplayEvaluator
-from qla_jit.tune.replay_study import replay, trials_of
+from qla_jit.tune.replay_study import replay, run_seed, trials_of
 from qla_jit.tune.sweep import Plan, run_sweep
 
 
@@ -71,6 +71,23 @@ def test_small_budget_reports_the_loss_of_each_seed_and_repeats(recording):
     assert found == replay(evaluator, problem(), "8192x4", "random", range(5), "3")
     only_default = replay(evaluator, problem(), "8192x4", budget="1")
     assert only_default.runs[0].found.schedule == point(0, 0, "p")
+
+
+def test_losses_are_those_of_the_best_point_after_each_trial():
+    class InOrder:
+        points = iter([point(3, 1), point(0, 0), point(2, 4, "r"), point(0, 2)])
+
+        def ask(self):
+            return next(self.points, None)
+
+        def tell(self, trial):
+            pass
+
+    trials = [trial(p, median=time_us(p)) for p in (point(0, 0), point(2, 4, "r"), point(0, 2))]
+    evaluator = ReplayEvaluator([trial(point(3, 1), "wrong"), *trials])
+    run = run_seed(InOrder(), evaluator, problem(), "8192x4", 100.0, budget=9)
+    assert run.losses == pytest.approx((float("inf"), 0.46, 0.0, 0.0))
+    assert (run.trials, run.loss, run.trials_to_near, run.found.schedule) == (4, 0.0, 3, point(2, 4, "r"))
 
 
 def test_neighbours_are_tried_right_after_the_default(recording):
