@@ -45,7 +45,7 @@ def test_good_kernel_and_its_usual_variants_have_nothing_against_them():
 @pytest.mark.parametrize(
     ("changes", "rule", "numbers"),
     [
-        ({"spill_bytes": SPILLED_BYTES + 4}, "spills_are_few", "68 B spilled"),
+        ({"spill_bytes": SPILLED_BYTES + 4}, "spills_are_few", "260 B spilled"),
         ({"warnings": [SERIALISED]}, "products_are_asynchronous", "C7510"),
         ({"smem_bytes": 215000}, "shared_memory_fits_the_cta", "18432 B static and 215000 B dynamic, 232448 B"),
         ({"role_registers": roles(25)}, "live_registers_fit_the_role", "25 live of 24"),
@@ -97,7 +97,7 @@ COMPILER = """
 
     def handle(request, reply):
         params = request["schedule"]["params"]
-        report = {"registers": 168, "smem_bytes": 1024, "local_bytes": 0, "spill_bytes": 100 * params["b"]}
+        report = {"registers": 168, "smem_bytes": 1024, "local_bytes": 0, "spill_bytes": 200 * params["b"]}
         reply.result(status="ok", path="/artifact", report=report, source_sha256=json.dumps(params))
 
     serve(dict, handle)
@@ -118,7 +118,7 @@ WORKER = f"""
 
 @pytest.fixture()
 def make_evaluator(tmp_path, monkeypatch):
-    """Four schedules (0, b) that spill 100 B times b, and are the faster the more they do."""
+    """Four schedules (0, b) that spill 200 B times b, and are the faster the more they do."""
     use_templates(monkeypatch, fake_template(choices=((0,), (0, 2, 4, 6), ("p",))))
     made = []
 
@@ -139,7 +139,7 @@ def test_filtered_schedule_is_stored_with_its_reason_and_never_runs(make_evaluat
         stored = {t.schedule: t for t in db.trials() if t.phase == "search"}
         (row,) = db.store.best_rows()
     assert found.units[0].statuses == {"ok": 1, "filtered": 3}
-    assert "spills_are_few: 200 B spilled" in stored[point(0, 2)].reason
+    assert "spills_are_few: 400 B spilled" in stored[point(0, 2)].reason
     assert (stored[point(0, 2)].samples_us, stored[point(0, 2)].registers) == ((), 168)
     assert set((tmp_path / "ran").read_text().split()) == {"0"}
     assert row.schedule == point(0, 0)
