@@ -15,6 +15,8 @@ from ..spec import KernelSpec
 from .compile_pool import Compiled
 from .sweep import Listener, Unit
 
+NO_FAILURES = ("ok", "duplicate", "filtered")
+
 
 def name_of(unit: Unit) -> str:
     chunk = "" if unit.problem.chunk_size == 64 else f" c{unit.problem.chunk_size}"
@@ -68,12 +70,14 @@ class ProgressListener(Listener):
             parts.append(f"best {unit.best.median_us:.1f} us")
             if unit.default is not None and unit.default.status == "ok":
                 parts.append(f"{unit.default.median_us / unit.best.median_us:.2f}x default")
-        failed = sum(t.status != "ok" for t in unit.trials)
-        parts += [f"{failed} failed"] * bool(failed) + [f"{queued} compiling"] * bool(queued)
+        filtered = sum(t.status == "filtered" for t in unit.trials)
+        failed = sum(t.status not in NO_FAILURES for t in unit.trials)
+        counts = {"filtered": filtered, "failed": failed, "compiling": queued}
+        parts += [f"{count} {name}" for name, count in counts.items() if count]
         if self._end is not None:
             parts.append(f"{max(0.0, self._end - time.monotonic()):.0f} s left")
         self._progress.update(self._task, completed=len(unit.trials), state=", ".join(parts))
-        if trial.status not in ("ok", "duplicate", "filtered"):
+        if trial.status not in NO_FAILURES:
             self._failed(trial.status, trial.schedule, trial.reason)
 
     def racing(self, unit: Unit, schedules: Sequence[Schedule]) -> None:
