@@ -160,6 +160,16 @@ def test_resume_goes_on_where_a_stopped_run_was_and_with_its_options(tmp_path, m
     assert len({t.schedule for t in search}) == len(search) == 20
 
 
+def test_no_filter_reaches_the_evaluator_and_is_kept_for_resume(monkeypatch):
+    asked = []
+    monkeypatch.setattr(commands, "_evaluator", lambda *a: (asked.append(a[-1]), FakeEvaluator(stop_after=3))[1])
+    assert call(*BASE, "--no-filter") == 130
+    call("resume")
+    assert asked == [False, False]
+    call(*BASE)
+    assert asked[-1] is True
+
+
 def test_hosts_that_share_a_storage_replay_a_recording_once(recording, tmp_path, capsys):
     shared = ["--replay", recording, "--storage", f"sqlite:///{tmp_path}/study.sqlite", "--json"]
     assert call(*BASE, *shared, "--db", tmp_path / "a.sqlite") == 0

@@ -10,7 +10,7 @@ from qla_jit.errors import ConfigError, DatabaseError
 from qla_jit.tune.last_sweep import KEY, Plan, Setup, recall, remember
 from qla_jit.tune.sweep import run_sweep
 
-PLAN = Plan((problem(), problem(8, 32, chunk_size=32, state_v_first=True)), ("8192x4", "1x64"), 12.5, 9, 3)
+PLAN = Plan((problem(), problem(8, 32, chunk_size=32, state_v_first=True)), ("8192x4", "1x64"), 12.5, 9, 3, False)
 SETUP = Setup(4, (1, 0), "/r.jsonl", "/w.jsonl", "/p.png", "postgresql+psycopg://me@there/tuning")
 
 
