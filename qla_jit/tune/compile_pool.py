@@ -135,8 +135,10 @@ class CompilePool:
             channel.close()
 
     def close(self) -> None:
-        """Cancel what waits, kill what runs."""
+        """Cancel what waits, kill what runs.  Closing again does nothing."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             channels = list(self._channels.values())
             futures = list(self._futures.values())

@@ -149,6 +149,11 @@ def test_closing_the_pool_does_not_wait_for_a_hanging_compiler(tmp_path):
     assert not is_running((tmp_path / "orphan").read_text())
 
 
+def test_pool_may_be_closed_again(pool):
+    for _ in range(3):
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("params", "status", "reason", "restarts"),
     [
