@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ..arch import Arch
 from ..schedule import Violation
 
-# Per thread.  In the recorded sweeps kernels with up to 136 B were within 4 % of the best of their template, and those
-# with 1192 B or more 1.15 to 3.2 times slower (docs/tuning.md).
+# Per thread.  In the recorded sweeps kernels with up to 136 B were as fast as others of their template, and those with
+# 1192 B or more 1.15 to 3.2 times slower than its best (docs/tuning.md).
 SPILLED_BYTES = 256
 WAITS_FACTOR = 2.0  # of the default's full waits per product; a schedule may order its products in another way
 
