@@ -11,8 +11,9 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 h1{font-size:1.7rem;margin:0 0 .3rem}h2{font-size:1.25rem;margin:2.2rem 0 .6rem;padding-bottom:.3rem;
 border-bottom:1px solid var(--line)}
 p{max-width:90ch;margin:.4rem 0 .8rem}
+body{overflow-wrap:anywhere}th,td,.badge{overflow-wrap:normal}
 a{color:var(--blue)}code,.schedule{font:12.5px/1.4 ui-monospace,Menlo,Consolas,monospace}
-.quiet,footer{color:var(--quiet);font-weight:normal}footer{margin-top:2.5rem;font-size:13px;overflow-wrap:anywhere}
+.quiet,footer{color:var(--quiet);font-weight:normal}footer{margin-top:2.5rem;font-size:13px}
 nav ul{display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;padding:0;list-style:none}
 .facts{display:flex;flex-wrap:wrap;gap:.6rem;margin:.8rem 0}
 .facts div{background:var(--soft);border:1px solid var(--line);border-radius:8px;padding:.5rem .9rem}

@@ -73,7 +73,7 @@ def test_page_opens_without_network_or_complaint(page, page_file):
 
 
 def test_only_wide_tables_scroll_never_the_page(page):
-    for width in (1280, 420):
+    for width in (1280, 420, 320):
         page.set_viewport_size({"width": width, "height": 900})
         page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
         assert page.evaluate("document.documentElement.scrollWidth") == width
