@@ -50,7 +50,8 @@ class HostPlan:
             dtype = str(value.dtype).removeprefix("torch.")
             if dtype != parameter.dtype or value.dim() != len(parameter.shape):
                 raise EmulationError(
-                    f"{parameter.name} must be {parameter.dtype} {parameter.shape}, but is {dtype} {tuple(value.shape)}."
+                    f"{parameter.name} must be {parameter.dtype} {parameter.shape}, "
+                    f"but is {dtype} {tuple(value.shape)}."
                 )
             for want, got in zip(parameter.shape, value.shape):
                 want = symbols.setdefault(want, got) if isinstance(want, str) else want

@@ -94,6 +94,12 @@ struct StoreCopy {
   int32_t coordinates[5];
 };
 
+struct ThreadCopy {
+  char* shared;
+  const char* global;
+  uint32_t bytes;
+};
+
 struct Thread {
   Context context;
   Index index;
@@ -102,9 +108,10 @@ struct Thread {
   const char* what = "";
   uint32_t mask = 0, parity = 0, address = 0;
   void* arguments = nullptr;
+  std::vector<ThreadCopy> open_copies;
+  std::vector<std::vector<ThreadCopy>> copy_groups;
   std::vector<StoreCopy> open_stores;
   std::vector<std::vector<StoreCopy>> store_groups;
-  bool yielded = false;
 };
 
 struct Issued {
@@ -765,6 +772,32 @@ void bulk_wait(int pending) {
   auto& groups = m.current->store_groups;
   while (groups.size() > size_t(pending)) {
     for (const StoreCopy& copy : groups.front()) land(copy);
+    groups.erase(groups.begin());
+  }
+}
+
+static void land(const ThreadCopy& copy) {
+  if (copy.global) std::memcpy(copy.shared, copy.global, copy.bytes);
+  else std::memset(copy.shared, 0, copy.bytes);
+}
+
+void thread_copy(const void* shared, const void* global, uint32_t bytes) {
+  char* place = shared_pointer(shared_address(shared), bytes, bytes, "cp.async");
+  const ThreadCopy copy{place, static_cast<const char*>(global), bytes};
+  if (reinterpret_cast<uint64_t>(global) % bytes) fail("cp.async must read from addresses aligned to its %u bytes", bytes);
+  if (one_in(m.eager_loads)) land(copy);
+  else m.current->open_copies.push_back(copy);
+}
+
+void thread_copy_commit() {
+  m.current->copy_groups.push_back(m.current->open_copies);
+  m.current->open_copies.clear();
+}
+
+void thread_copy_wait(int pending) {
+  auto& groups = m.current->copy_groups;
+  while (groups.size() > size_t(pending)) {
+    for (const ThreadCopy& copy : groups.front()) land(copy);
     groups.erase(groups.begin());
   }
 }

@@ -74,7 +74,12 @@ void bulk_store(void* global, const void* shared, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(int pending);
 
-// ---- Warp group products
+// Copies of one thread (cp.async); without `global` the bytes become zero.
+void thread_copy(const void* shared, const void* global, uint32_t bytes);
+void thread_copy_commit();
+void thread_copy_wait(int pending);
+
+// ---- Products
 
 struct Product {
   uint64_t a, b;               // descriptors; `a` unused if the operand is in registers
