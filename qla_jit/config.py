@@ -24,10 +24,19 @@ KERNEL_FIELDS = {
     "fused_forward": (
         "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
     ),
+    "segment_state": (
+        "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
+    ),
+    "segment_correct": ("dtype", "head_dim_k", "head_dim_v", "num_value_heads"),
+    "segment_forward": (
+        "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
+    ),
 }  # fmt: skip
 KERNELS = tuple(KERNEL_FIELDS)
 #: What every operator runs; `input_activation` only where `OpConfig.activation` asks for it.
 FORWARD_KERNELS = ("kkt_inverse", "fused_forward")
+#: What takes the place of `fused_forward` where sequences are cut into segments.
+SPLIT_KERNELS = ("segment_state", "segment_correct", "segment_forward")
 #: Kernels that know nothing of chunks: their problems have the default chunk size.
 UNCHUNKED_KERNELS = ("input_activation",)
 

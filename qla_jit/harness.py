@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import launch
-from .config import Problem
+from . import launch, segment_harness
+from .config import SPLIT_KERNELS, Problem
 from .errors import ConfigError
 from .numerics import GPU_TOLERANCE, make_inputs, relative_error
 from .ragged import chunk_slots
@@ -25,7 +25,9 @@ from .reference import (
 )
 
 #: Of outputs in fp32, whatever the dtype of the others: sums of 64 numbers, and a few functions of one number.
-FP32_TOLERANCE = {"log_gates": 1e-5, "g_out": 2e-6, "beta_out": 2e-6}
+FP32_TOLERANCE = {"log_gates": 1e-5, "g_out": 2e-6, "beta_out": 2e-6, "starts": 1e-12, "decays": 1e-5}
+#: Of the cases of a split: what the window may drop, far below the tolerance of what is compared.
+WINDOW = 1e-5
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Case:
 
     tensors: every argument, outputs included.  wanted: float64 reference per output, made at first need.
     owned: slots that a chunk owns; the others hold unspecified data.
+    prepare: writes inputs that lie in an output's memory.  read: outputs in the form of ``wanted``, where they are
+    packed.  Both are given the tensors.
     """
 
     problem: Problem
@@ -41,6 +45,8 @@ class Case:
     reference: Callable[[], dict[str, torch.Tensor]]
     owned: torch.Tensor
     tolerance: float
+    prepare: Callable[[dict], None] = lambda tensors: None
+    read: Callable[[dict], dict[str, torch.Tensor]] = lambda tensors: tensors
     _wanted: dict[str, torch.Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -62,7 +68,9 @@ class Case:
     def poison(self) -> None:
         """Fill every output with NaN, so that what a kernel does not write is seen."""
         for name in launch.OUTPUTS[self.problem.kernel]:
-            self.tensors[name].fill_(float("nan"))
+            x = self.tensors[name]
+            x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min)
+        self.prepare(self.tensors)
 
     def refill(self, other: Case) -> None:
         """Take the data and the reference of another case of equal shapes, keeping this case's addresses."""
@@ -70,13 +78,14 @@ class Case:
             if isinstance(value, torch.Tensor):
                 self.tensors[name].copy_(value)
         self.reference, self._wanted = (lambda: other.wanted), None
+        self.prepare, self.read = other.prepare, other.read
 
     def error(self) -> float:
         """Largest relative error over the outputs, that of fp32 outputs in units in which their bound is `tolerance`;
         inf if any is not finite."""
-        worst = 0.0
+        worst, found = 0.0, self.read(self.tensors)
         for name, want in self.wanted.items():
-            got = self.tensors[name]
+            got = found[name]
             if name in ("a", "log_gates"):
                 got, want = got[self.owned], want[self.owned]
             if name == "a":
@@ -94,10 +103,14 @@ def make_case(
     gates: str = "bench",
     key_correlation: float = 0.0,
     chunks_per_checkpoint: int = 0,
+    segment_chunks: int | None = None,
+    window: str | float = WINDOW,
 ) -> Case:
     """A case of one kernel on sequences of ``lengths`` tokens; see `numerics.make_inputs` for the data.
 
-    The state of sequence n is in row N - 1 - n of a pool; `fused_forward` writes checkpoints if told to."""
+    The state of sequence n is in row N - 1 - n of a pool; a forward writes checkpoints if told to.  segment_chunks,
+    window: how the kernels of a split cut the batch, None for as finely as can be, and what windows may drop.
+    """
     try:
         make = _MAKERS[problem.kernel]
     except KeyError:
@@ -117,7 +130,11 @@ def make_case(
     )
     slots = [slot for slot, _, _ in chunk_slots(inputs.cu_host, problem.chunk_size)]
     owned = torch.tensor(slots, dtype=torch.int64, device=device)
-    more = {"chunks_per_checkpoint": chunks_per_checkpoint} if problem.kernel == "fused_forward" else {}
+    more = {}
+    if problem.kernel in ("fused_forward", *SPLIT_KERNELS):
+        more = {"chunks_per_checkpoint": chunks_per_checkpoint}
+    if problem.kernel in SPLIT_KERNELS:
+        more |= {"segment_chunks": segment_chunks, "window": window}
     return make(problem, inputs, owned, **more)
 
 
@@ -163,7 +180,7 @@ def _kkt_inverse_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
 
 def _fused_forward_case(problem: Problem, inputs, owned: torch.Tensor, chunks_per_checkpoint: int) -> Case:
     q, k, v = inputs.q[0], inputs.k[0], inputs.v[0]
-    state_dtype = launch.torch_dtype(problem.state_dtype)
+    state_dtype = launch.torch_dtype(problem.state_dtype or "float32")
     initial = inputs.initial_state.mT if problem.state_v_first else inputs.initial_state
     initial = initial.to(state_dtype).contiguous()
     nan = float("nan")
@@ -202,6 +219,30 @@ def _fused_forward_case(problem: Problem, inputs, owned: torch.Tensor, chunks_pe
     return Case(problem, tensors, reference, owned, GPU_TOLERANCE[k.dtype])
 
 
+def _split_case(
+    problem: Problem, inputs, owned: torch.Tensor, chunks_per_checkpoint: int, segment_chunks, window
+) -> Case:
+    """Of any kernel of a split, on the tensors of `fused_forward` and those of the cut."""
+    whole = _fused_forward_case(problem, inputs, owned, chunks_per_checkpoint)
+    # The references take states as [K, V], and in the order of the sequences.
+    initial = whole.tensors["initial"].flip(0)
+    cut = segment_harness.SplitCase(
+        problem, inputs, initial.mT if problem.state_v_first else initial, segment_chunks, window
+    )
+    whole.tensors |= cut.tensors(inputs.g.device)
+    if problem.kernel == "segment_forward":
+        whole.prepare = lambda tensors: segment_harness.write_starts(cut, tensors)
+    elif problem.kernel == "segment_state":
+        whole.read = lambda tensors: segment_harness.state_outputs(cut, tensors)
+        whole.reference = lambda: segment_harness.state_wanted(cut)
+    else:
+        whole.prepare = lambda tensors: segment_harness.write_uncorrected(cut, tensors)
+        whole.read = lambda tensors: segment_harness.corrected(cut, tensors)
+        whole.reference = lambda: segment_harness.corrected_wanted(cut)
+    whole.prepare(whole.tensors)
+    return whole
+
+
 def _intervals(counts: Sequence[int]) -> list[tuple[int, int]]:
     """(sequence, 1-based interval) of every checkpoint, in the order of their rows."""
     return [(n, i) for n, count in enumerate(counts) for i in range(1, count + 1)]
@@ -221,4 +262,5 @@ _MAKERS = {
     "input_activation": _input_activation_case,
     "kkt_inverse": _kkt_inverse_case,
     "fused_forward": _fused_forward_case,
+    **dict.fromkeys(SPLIT_KERNELS, _split_case),
 }

@@ -38,11 +38,23 @@ ARGUMENTS = {
         "q", "k", "v", "a", "log_gates", "bounds", "state_rows", "checkpoint_rows", "initial", "final", "checkpoints",
         "o", "scale", "has_initial", "has_final", "chunks_per_checkpoint",
     ),
+    "segment_state": (
+        "k", "v", "a", "log_gates", "bounds", "segments", "state_rows", "initial", "starts", "decays", "o",
+        "has_initial", "log_tolerance",
+    ),
+    "segment_correct": ("first_segments", "starts", "decays", "bounds", "segments", "o"),
+    "segment_forward": (
+        "q", "k", "v", "a", "log_gates", "bounds", "segments", "starts", "state_rows", "checkpoint_rows", "initial",
+        "final", "checkpoints", "o", "scale", "has_initial", "has_final", "chunks_per_checkpoint",
+    ),
 }  # fmt: skip
 OUTPUTS = {
     "input_activation": ("q_out", "k_out", "g_out", "beta_out"),
     "kkt_inverse": ("a", "log_gates"),
     "fused_forward": ("o", "final"),
+    "segment_state": ("starts", "decays", "o"),
+    "segment_correct": ("o",),
+    "segment_forward": ("o", "final"),
 }
 
 

@@ -18,6 +18,9 @@ TEMPLATE_MODULES = (
     "kkt_inverse_mma",
     "fused_forward_sm90",
     "fused_forward_mma",
+    "segment_state_sm90",
+    "segment_correct_sm90",
+    "segment_forward_sm90",
 )
 
 

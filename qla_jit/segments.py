@@ -1,9 +1,8 @@
 """How sequences are cut into segments that run in parallel, and the work that this makes.
 
 A segment is a run of whole chunks of one sequence, but for the sequence's last, which ends where the sequence does.
-Chunk boundaries are therefore those of the uncut batch.  Kernels that take cumulative lengths take ``Segments.bounds``
-in their place: each segment is a sequence to them, its chunks in slots ``bounds[s] // C + s + c``, its state in the
-pool row that ``state_rows`` names.
+Chunk boundaries are therefore those of the uncut batch, and so are the slots of what is kept per chunk: kernels are
+told of a segment by a row of ``Segments.table``, beside the cumulative lengths of the sequences.
 
 A function of host lengths alone; the cut of a sequence depends on no other sequence of the batch.
 """
@@ -20,7 +19,7 @@ from .errors import InputError
 
 
 class StateItem(NamedTuple):
-    """Work before the correction: the last ``chunks`` chunks of a segment for one value head, from the state at hand.
+    """Work before the correction: a segment for one value head, ``chunks`` chunks with those of its window ahead.
 
     transfer: the start state is not known, so the segment's transfer matrix is needed as well.
     """
@@ -72,52 +71,54 @@ class Segments:
         """
         return warmup < self.first_chunks[segment] and warmup <= self.chunks[segment - 1]
 
-    def needs_transfer(self, segment: int, warmup: int | None = None) -> bool:
-        """Whether the correction reads this segment's transfer matrix for a head.
+    def start(self, segment: int, warmup: int | None = None) -> int:
+        """Where a segment starts for a head: -1 from a state that only the correction knows, 0 from the initial state,
+        else from zero, so many chunks ahead.  warmup: the head's count of chunks before the segment; None for all."""
+        if self.first_chunks[segment] == 0:
+            return 0
+        return warmup if warmup is not None and self.window_holds(segment, warmup) else -1
 
-        Not of a sequence's first segment, which starts from a known state; not of its last, which nothing follows; not
-        where the window of the next segment holds.  warmup: the head's count of chunks before the *next* segment.
-        """
-        if self.first_chunks[segment] == 0 or not self.has_successor(segment):
-            return False
-        return warmup is None or not self.window_holds(segment + 1, warmup)
+    def starts(self, num_heads: int, warmup: Sequence[Sequence[int]] | None = None) -> list[list[int]]:
+        """`start` of every segment and head; warmup: ``[segments][value heads]``, None where nothing may be dropped."""
+        of_segment = [[None] * num_heads] * len(self) if warmup is None else warmup
+        return [[self.start(segment, count) for count in counts] for segment, counts in enumerate(of_segment)]
 
-    def state_items(
-        self, num_heads: int, warmup: Sequence[Sequence[int]] | None = None, transfer_cost: float = 1.0
-    ) -> list[StateItem]:
-        """The work before the correction, long items first; none for a last segment.
+    def state_items(self, starts: Sequence[Sequence[int]], transfer_cost: float = 1.0) -> list[StateItem]:
+        """The work before the correction, long items first: of segments whose successor starts from its result.
 
-        num_heads: value heads; without warmup they are alike, and the items of one order those of all.  warmup: chunks
-        to run before each segment, ``[segments][value heads]``, where the host knows the gates.  transfer_cost: time
-        of a chunk with its transfer matrix over that of one without.
+        starts: as of the method of this name.  transfer_cost: time of a chunk with its transfer matrix over that of one
+        without.
         """
         items = []
         for segment, chunks in enumerate(self.chunks):
             if not self.has_successor(segment):
                 continue
-            for head in range(num_heads):
-                count = None if warmup is None else warmup[segment + 1][head]
-                windowed = count is not None and self.window_holds(segment + 1, count)
-                transfer = self.needs_transfer(segment, count)
-                items.append(StateItem(segment, head, count if windowed else chunks, transfer))
+            for head, start in enumerate(starts[segment]):
+                if starts[segment + 1][head] < 0:
+                    items.append(StateItem(segment, head, chunks + max(start, 0), start < 0))
         return sorted(items, key=lambda item: -item.chunks * (transfer_cost if item.transfer else 1.0))
 
     def forward_order(self) -> list[int]:
         """Segments in the order in which the forward starts them: long ones first."""
         return sorted(range(len(self)), key=lambda segment: -self.chunks[segment])
 
+    def table(self) -> list[tuple[int, int, int, int]]:
+        """What kernels read, a row per segment: sequence, first chunk, chunks, and the segment of the row's turn."""
+        return list(zip(self.sequences, self.first_chunks, self.chunks, self.forward_order()))
 
-def cut(lengths: Sequence[int], chunk_size: int, segment_chunks: int | None, unit: int = 1) -> Segments:
+
+def cut(lengths: Sequence[int], chunk_size: int, segment_chunks: int | None, unit: int = 1, least: int = 1) -> Segments:
     """Cut sequences of ``lengths`` tokens into as few segments of at most ``segment_chunks`` chunks as there can be.
 
     Segments of one sequence are as equal as whole units of ``unit`` chunks allow, longer ones first.  None cuts
     nothing.  unit: what every segment but a last must be a multiple of, for example the chunks between checkpoints; a
-    segment has at least one.  Raises InputError unless both numbers are at least 1.
+    segment has at least one.  least: chunks that every segment of a cut sequence has, more than ``segment_chunks`` if
+    need be.  Raises InputError unless all three are at least 1.
     """
-    if unit < 1 or (segment_chunks is not None and segment_chunks < 1):
+    if min(unit, least) < 1 or (segment_chunks is not None and segment_chunks < 1):
         raise InputError(
-            f"`segment_chunks >= 1` and `unit >= 1` must hold, but got segment_chunks={segment_chunks} and "
-            f"unit={unit}; pass segment_chunks=None to cut nothing."
+            f"`segment_chunks >= 1`, `unit >= 1` and `least >= 1` must hold, but got segment_chunks={segment_chunks}, "
+            f"unit={unit} and least={least}; pass segment_chunks=None to cut nothing."
         )
     limit = math.inf if segment_chunks is None else unit * max(1, segment_chunks // unit)
     sequences, first_chunks, chunks, tokens, firsts = [], [], [], [], [0]
@@ -125,7 +126,7 @@ def cut(lengths: Sequence[int], chunk_size: int, segment_chunks: int | None, uni
         total, first = -(-length // chunk_size), 0
         if total > limit:
             units = -(-total // unit)
-            parts = -(-total // limit)
+            parts = max(1, min(-(-total // limit), units // -(-least // unit)))
             share, longer = divmod(units, parts)
             for part in range(parts - 1):
                 size = unit * (share + (part < longer))

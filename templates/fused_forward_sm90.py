@@ -32,6 +32,7 @@ from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
 from .fragments_sm90 import DECAY_FLOATS, FRAGMENTS_CUDA
+from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN
 
 NAME = "fused_forward_sm90"
 STAGES_A = 2
@@ -155,6 +156,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     state_shape = (DV, DK) if v_first else (DK, DV)
     # Columns of Sᵀ, then in memory from row to row and from column to column.
     state_strides = f"{DK}, {DK}, 1" if v_first else f"{DK}, 1, {DV}"
+    segmented = problem.kernel == "segment_forward"
     table = roles(problem, schedule)
     registers = {role.name: role.registers for role in table}
     end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
@@ -165,6 +167,18 @@ def prim_func(problem: Problem, schedule: Schedule):
         """Where column 0 of a row of Sᵀ is in a state's last two dims."""
         return (row, 0) if v_first else (0, row)
 
+    def first_checkpoint(every, chunk0, warmup):
+        """Chunks until the first checkpoint of a segment that starts ``warmup`` chunks after chunk0."""
+        return every - T.truncmod(chunk0 + warmup, every) + warmup if segmented else every
+
+    def is_whole(i, length, warmup):
+        """Whether all 64 rows of O of chunk i are the segment's own; those of its warm-up are of the one before."""
+        whole = length - i * C >= C
+        return T.And(whole, i >= warmup) if segmented else whole
+
+    def rows_kept(i, length, warmup):
+        return T.if_then_else(i >= warmup, length - i * C, 0) if segmented else length - i * C
+
     num_tokens = T.dynamic("num_tokens")
     num_slots = T.dynamic("num_slots")
     num_bounds = T.dynamic("num_bounds")
@@ -172,9 +186,11 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_final = T.dynamic("num_final")
     num_sequences = T.dynamic("num_sequences")
     num_checkpoints = T.dynamic("num_checkpoints")
+    num_segments = T.dynamic("num_segments")
 
     @T.macro
-    def run_state(w, chunks, length, seq, head, dv0, state_rows, has_initial, has_final, initial, final,
+    def run_state(w, chunks, length, seq, head, dv0, chunk0, warmup, start, token0, o,
+                  state_rows, has_initial, has_final, initial, final,
                   checkpoint_rows, chunks_per_checkpoint, checkpoints,
                   k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
                   kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free):  # fmt: skip
@@ -188,7 +204,9 @@ def prim_func(problem: Problem, schedule: Schedule):
         factors = T.alloc_local((16,), "float32")  # scale · γ of this thread's tokens
         warp_row = w * 64 + ((T.get_thread_binding() // 32) % 4) * 16
         until_checkpoint = T.alloc_var("int32")  # chunks; never reached if there are none
-        until_checkpoint = T.if_then_else(chunks_per_checkpoint > 0, chunks_per_checkpoint, chunks + 1)
+        until_checkpoint = T.if_then_else(
+            chunks_per_checkpoint > 0, first_checkpoint(chunks_per_checkpoint, chunk0, warmup), chunks + 1
+        )
         if has_initial != 0 and state_rows[seq] >= 0:
             T.call_extern(
                 "handle", f"qla::load_state<{state_strides}>", state.data,
@@ -196,6 +214,12 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
         else:
             T.clear(state)
+        if segmented:
+            if start < 0:
+                T.call_extern(
+                    "handle", f"qla::load_panel<{DK}>", state.data,
+                    T.access_ptr(o[token0, head, dv0 + w * 64], "r"), HV * DV,
+                )  # fmt: skip
         T.call_extern("handle", f"qla::pin<{64 * DK // 128}>", state.data)
         T.copy(state, state_op)
         for i in T.serial(chunks):
@@ -237,7 +261,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             until_checkpoint = until_checkpoint - 1
             if until_checkpoint == 0:
                 if length >= i * C + C:
-                    passed = T.truncdiv(i + 1, chunks_per_checkpoint)
+                    passed = T.truncdiv(chunk0 + i + 1, chunks_per_checkpoint)
                     row = checkpoint_rows[seq] + passed - 1
                     T.call_extern(
                         "handle", f"qla::save_state<{state_strides}>", state.data,
@@ -321,17 +345,157 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.call_extern("handle", "qla::lower_operand", qk.data, p_op.data)
 
     @T.macro
-    def run_store(w, chunks, length, token0, head, dv0, o_s, o, o_full, o_free):
+    def run_store(w, chunks, length, warmup, token0, head, dv0, o_s, o, o_full, o_free):
         for i in T.serial(chunks):
             T.barrier_wait(o_full[w], i % 2)
-            if length - i * C >= C:
+            if is_whole(i, length, warmup):
                 T.copy(o_s[w, :, :], o[token0 + i * C : token0 + i * C + C, head, dv0 + w * 64 : dv0 + w * 64 + 64])
             else:
                 T.call_extern(
                     "handle", "qla::store_rows", T.access_ptr(o_s[w, 0, 0], "r"),
-                    T.access_ptr(o[token0 + i * C, head, dv0 + w * 64], "w"), HV * DV, length - i * C,
+                    T.access_ptr(o[token0 + i * C, head, dv0 + w * 64], "w"), HV * DV, rows_kept(i, length, warmup),
                 )  # fmt: skip
             T.barrier_arrive(o_free[w])
+
+    @T.macro
+    def run(block, q, k, v, a, log_gates, bounds, segments, starts, state_rows, checkpoint_rows, initial, final,
+            checkpoints, o, scale, has_initial, has_final, chunks_per_checkpoint):  # fmt: skip
+        k_s = T.alloc_shared((KQ, C, DK), dtype)
+        q_s = T.alloc_shared((KQ, C, DK), dtype)
+        a_s = T.alloc_shared((NA, C, C), dtype)
+        v_s = T.alloc_shared((NV, C, DVT), dtype)
+        x_s = T.alloc_shared((XB, C, DK), dtype)
+        b_s = T.alloc_shared((XB, C, C), dtype)
+        o_s = T.alloc_shared((GROUPS, C, 64), dtype)
+        gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
+        gamma_q = T.alloc_shared((KQ, C), "float32", scope="shared")
+        tail = T.alloc_shared((KQ, C), "float32", scope="shared")
+        decay = T.alloc_shared((KQ, DECAY_FLOATS), "float32", scope="shared")
+        log_gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
+        layout = tilelang.layout
+        T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, b_s, o_s)})
+        T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
+        kq_full = T.alloc_barrier(arrive_count=[64] * KQ)
+        kq_free = T.alloc_barrier(arrive_count=[consumers + 128] * KQ)
+        a_full = T.alloc_barrier(arrive_count=[32] * NA)
+        a_free = T.alloc_barrier(arrive_count=[128] * NA)
+        v_full = T.alloc_barrier(arrive_count=[32] * NV)
+        v_free = T.alloc_barrier(arrive_count=[consumers] * NV)
+        xb_full = T.alloc_barrier(arrive_count=[128] * XB)
+        xb_free = T.alloc_barrier(arrive_count=[consumers] * XB)
+        o_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
+        o_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
+
+        gates = T.alloc_local((2,), "float32")  # log₂ γ of two tokens, in the gate warp
+
+        segment = segments[block // (HV * SPLIT), TURN] if segmented else 0
+        seq = segments[segment, SEQUENCE] if segmented else block // (HV * SPLIT)
+        head = block % (HV * SPLIT) // SPLIT
+        dv0 = block % SPLIT * DVT
+        if segmented:
+            T.pdl_sync()
+        start = starts[segment, head] if segmented else 0
+        warmup = T.max(start, 0) if segmented else 0
+        chunk0 = segments[segment, FIRST] - warmup if segmented else 0
+        token0 = bounds[seq] + chunk0 * C if segmented else bounds[seq]
+        rest = bounds[seq + 1] - token0
+        length = T.min(rest, (segments[segment, COUNT] + warmup) * C) if segmented else rest
+        chunks = T.ceildiv(length, C)
+        slot0 = bounds[seq] // C + seq + chunk0 if segmented else token0 // C + seq
+        takes_initial = T.cast(has_initial != 0 and chunk0 == 0, "int32") if segmented else has_initial
+        leaves_final = T.cast(has_final != 0 and length == rest, "int32") if segmented else has_final
+        tx = T.get_thread_binding()
+        if tx < end["state0"]:
+            T.set_max_nreg(registers["state0"], 1)
+            run_state(0, chunks, length, seq, head, dv0, chunk0, warmup, start, token0, o,
+                      state_rows, takes_initial, leaves_final, initial, final,
+                      checkpoint_rows, chunks_per_checkpoint, checkpoints,
+                      k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
+                      kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
+        elif GROUPS == 2 and tx < end["state1"]:
+            T.set_max_nreg(registers["state1"], 1)
+            run_state(1, chunks, length, seq, head, dv0, chunk0, warmup, start, token0, o,
+                      state_rows, takes_initial, leaves_final, initial, final,
+                      checkpoint_rows, chunks_per_checkpoint, checkpoints,
+                      k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
+                      kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
+        elif tx < end["operands"]:
+            T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
+            run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, decay, tail,
+                         kq_full, kq_free, a_full, a_free, xb_full, xb_free)  # fmt: skip
+        else:
+            T.set_max_nreg(registers["load"], 0)
+            if tx < first_load + 32:
+                for i in T.serial(chunks):
+                    kq, aa, va = i % KQ, i % NA, i % NV
+                    first = token0 + i * C
+                    T.barrier_wait(kq_free[kq], (i // KQ + 1) % 2)
+                    T.tma_copy(k[first : first + C, head // GROUP, :], k_s[kq, :, :], barrier=kq_full[kq])
+                    T.tma_copy(q[first : first + C, head // GROUP, :], q_s[kq, :, :], barrier=kq_full[kq])
+                    T.barrier_arrive(kq_full[kq])
+                    if i == 0:
+                        T.pdl_sync()
+                    T.barrier_wait(a_free[aa], (i // NA + 1) % 2)
+                    T.tma_copy(a[slot0 + i, head, :, 0 : C // 2], a_s[aa, :, 0 : C // 2], barrier=a_full[aa])
+                    T.tma_copy(
+                        a[slot0 + i, head, C // 2 : C, C // 2 : C], a_s[aa, C // 2 : C, C // 2 : C],
+                        barrier=a_full[aa],
+                    )  # fmt: skip
+                    T.barrier_arrive(a_full[aa])
+                    T.barrier_wait(v_free[va], (i // NV + 1) % 2)
+                    T.tma_copy(v[first : first + C, head, dv0 : dv0 + DVT], v_s[va, :, :], barrier=v_full[va])
+                    T.barrier_arrive(v_full[va])
+            elif tx < first_load + 64:
+                T.pdl_sync()
+                if chunks > 0:
+                    T.call_extern("handle", "qla::load_gates", gates.data, T.access_ptr(log_gates[slot0, head, 0], "r"))
+                for i in T.serial(chunks):
+                    kq = i % KQ
+                    T.barrier_wait(kq_free[kq], (i // KQ + 1) % 2)
+                    T.call_extern(
+                        "handle", "qla::write_gates", gates.data, scale, T.access_ptr(gamma[kq, 0], "w"),
+                        T.access_ptr(gamma_q[kq, 0], "w"), T.access_ptr(tail[kq, 0], "w"),
+                        T.access_ptr(log_gamma[kq, 0], "w"), T.access_ptr(decay[kq, 0], "w"),
+                    )  # fmt: skip
+                    if i + 1 < chunks:
+                        T.call_extern(
+                            "handle", "qla::load_gates", gates.data,
+                            T.access_ptr(log_gates[slot0 + i + 1, head, 0], "r"),
+                        )  # fmt: skip
+                    T.barrier_arrive(kq_full[kq])
+            elif tx < first_load + 96:
+                run_store(0, chunks, length, warmup, token0, head, dv0, o_s, o, o_full, o_free)
+            elif GROUPS == 2:
+                run_store(1, chunks, length, warmup, token0, head, dv0, o_s, o, o_full, o_free)
+
+    if segmented:
+
+        @T.prim_func
+        def segment_forward(
+            q: T.Tensor((num_tokens, H, DK), dtype),
+            k: T.Tensor((num_tokens, H, DK), dtype),
+            v: T.Tensor((num_tokens, HV, DV), dtype),
+            a: T.Tensor((num_slots, HV, C, C), dtype),
+            log_gates: T.Tensor((num_slots, HV, C), "float32"),
+            bounds: T.Tensor((num_bounds,), "int32"),
+            segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
+            starts: T.Tensor((num_segments, HV), "int32"),
+            state_rows: T.Tensor((num_sequences,), "int32"),
+            checkpoint_rows: T.Tensor((num_sequences,), "int32"),
+            initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
+            final: T.Tensor((num_final, HV, *state_shape), state_dtype),
+            checkpoints: T.Tensor((num_checkpoints, HV, *state_shape), state_dtype),
+            o: T.Tensor((num_tokens, HV, DV), dtype),
+            scale: T.float32,
+            has_initial: T.int32,
+            has_final: T.int32,
+            chunks_per_checkpoint: T.int32,
+        ):
+            with T.Kernel(num_segments * HV * SPLIT, threads=threads, prelude=FRAGMENTS_CUDA + SEGMENTS_CUDA) as block:
+                run(block, q, k, v, a, log_gates, bounds, segments, starts, state_rows, checkpoint_rows, initial, final,
+                    checkpoints, o, scale, has_initial, has_final, chunks_per_checkpoint)  # fmt: skip
+
+        return segment_forward
 
     @T.prim_func
     def fused_forward(
@@ -353,104 +517,8 @@ def prim_func(problem: Problem, schedule: Schedule):
         chunks_per_checkpoint: T.int32,
     ):
         with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=threads, prelude=FRAGMENTS_CUDA) as block:
-            k_s = T.alloc_shared((KQ, C, DK), dtype)
-            q_s = T.alloc_shared((KQ, C, DK), dtype)
-            a_s = T.alloc_shared((NA, C, C), dtype)
-            v_s = T.alloc_shared((NV, C, DVT), dtype)
-            x_s = T.alloc_shared((XB, C, DK), dtype)
-            b_s = T.alloc_shared((XB, C, C), dtype)
-            o_s = T.alloc_shared((GROUPS, C, 64), dtype)
-            gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
-            gamma_q = T.alloc_shared((KQ, C), "float32", scope="shared")
-            tail = T.alloc_shared((KQ, C), "float32", scope="shared")
-            decay = T.alloc_shared((KQ, DECAY_FLOATS), "float32", scope="shared")
-            log_gamma = T.alloc_shared((KQ, C), "float32", scope="shared")
-            layout = tilelang.layout
-            T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, b_s, o_s)})
-            T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
-            kq_full = T.alloc_barrier(arrive_count=[64] * KQ)
-            kq_free = T.alloc_barrier(arrive_count=[consumers + 128] * KQ)
-            a_full = T.alloc_barrier(arrive_count=[32] * NA)
-            a_free = T.alloc_barrier(arrive_count=[128] * NA)
-            v_full = T.alloc_barrier(arrive_count=[32] * NV)
-            v_free = T.alloc_barrier(arrive_count=[consumers] * NV)
-            xb_full = T.alloc_barrier(arrive_count=[128] * XB)
-            xb_free = T.alloc_barrier(arrive_count=[consumers] * XB)
-            o_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
-            o_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
-
-            gates = T.alloc_local((2,), "float32")  # log₂ γ of two tokens, in the gate warp
-
-            seq = block // (HV * SPLIT)
-            head = block % (HV * SPLIT) // SPLIT
-            dv0 = block % SPLIT * DVT
-            token0 = bounds[seq]
-            length = bounds[seq + 1] - token0
-            chunks = T.ceildiv(length, C)
-            slot0 = token0 // C + seq
-            tx = T.get_thread_binding()
-            if tx < end["state0"]:
-                T.set_max_nreg(registers["state0"], 1)
-                run_state(0, chunks, length, seq, head, dv0, state_rows, has_initial, has_final, initial, final,
-                          checkpoint_rows, chunks_per_checkpoint, checkpoints,
-                          k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
-                          kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
-            elif GROUPS == 2 and tx < end["state1"]:
-                T.set_max_nreg(registers["state1"], 1)
-                run_state(1, chunks, length, seq, head, dv0, state_rows, has_initial, has_final, initial, final,
-                          checkpoint_rows, chunks_per_checkpoint, checkpoints,
-                          k_s, q_s, v_s, x_s, b_s, o_s, gamma, gamma_q,
-                          kq_full, kq_free, v_full, v_free, xb_full, xb_free, o_full, o_free)  # fmt: skip
-            elif tx < end["operands"]:
-                T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
-                run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, decay, tail,
-                             kq_full, kq_free, a_full, a_free, xb_full, xb_free)  # fmt: skip
-            else:
-                T.set_max_nreg(registers["load"], 0)
-                if tx < first_load + 32:
-                    for i in T.serial(chunks):
-                        kq, aa, va = i % KQ, i % NA, i % NV
-                        first = token0 + i * C
-                        T.barrier_wait(kq_free[kq], (i // KQ + 1) % 2)
-                        T.tma_copy(k[first : first + C, head // GROUP, :], k_s[kq, :, :], barrier=kq_full[kq])
-                        T.tma_copy(q[first : first + C, head // GROUP, :], q_s[kq, :, :], barrier=kq_full[kq])
-                        T.barrier_arrive(kq_full[kq])
-                        if i == 0:
-                            T.pdl_sync()
-                        T.barrier_wait(a_free[aa], (i // NA + 1) % 2)
-                        T.tma_copy(a[slot0 + i, head, :, 0 : C // 2], a_s[aa, :, 0 : C // 2], barrier=a_full[aa])
-                        T.tma_copy(
-                            a[slot0 + i, head, C // 2 : C, C // 2 : C], a_s[aa, C // 2 : C, C // 2 : C],
-                            barrier=a_full[aa],
-                        )  # fmt: skip
-                        T.barrier_arrive(a_full[aa])
-                        T.barrier_wait(v_free[va], (i // NV + 1) % 2)
-                        T.tma_copy(v[first : first + C, head, dv0 : dv0 + DVT], v_s[va, :, :], barrier=v_full[va])
-                        T.barrier_arrive(v_full[va])
-                elif tx < first_load + 64:
-                    T.pdl_sync()
-                    if chunks > 0:
-                        T.call_extern(
-                            "handle", "qla::load_gates", gates.data, T.access_ptr(log_gates[slot0, head, 0], "r")
-                        )
-                    for i in T.serial(chunks):
-                        kq = i % KQ
-                        T.barrier_wait(kq_free[kq], (i // KQ + 1) % 2)
-                        T.call_extern(
-                            "handle", "qla::write_gates", gates.data, scale, T.access_ptr(gamma[kq, 0], "w"),
-                            T.access_ptr(gamma_q[kq, 0], "w"), T.access_ptr(tail[kq, 0], "w"),
-                            T.access_ptr(log_gamma[kq, 0], "w"), T.access_ptr(decay[kq, 0], "w"),
-                        )  # fmt: skip
-                        if i + 1 < chunks:
-                            T.call_extern(
-                                "handle", "qla::load_gates", gates.data,
-                                T.access_ptr(log_gates[slot0 + i + 1, head, 0], "r"),
-                            )  # fmt: skip
-                        T.barrier_arrive(kq_full[kq])
-                elif tx < first_load + 96:
-                    run_store(0, chunks, length, token0, head, dv0, o_s, o, o_full, o_free)
-                elif GROUPS == 2:
-                    run_store(1, chunks, length, token0, head, dv0, o_s, o, o_full, o_free)
+            run(block, q, k, v, a, log_gates, bounds, None, None, state_rows, checkpoint_rows, initial, final,
+                checkpoints, o, scale, has_initial, has_final, chunks_per_checkpoint)  # fmt: skip
 
     return fused_forward
 

@@ -82,25 +82,26 @@ def test_units_keep_the_rows_of_checkpoints():
 def test_nothing_to_cut():
     assert cut([], 64, 4).bounds == (0,) and len(cut([], 64, 4)) == 0 and not cut([], 64, 4).is_cut
     s = cut([0, 0], 64, 4)
-    assert s.bounds == (0, 0, 0) and s.chunks == (0, 0) and not s.is_cut and not s.state_items(8)
+    assert s.bounds == (0, 0, 0) and s.chunks == (0, 0) and not s.is_cut and not s.state_items(s.starts(8))
     assert not cut([256, 1], 64, 4).is_cut and cut([257, 1], 64, 4).is_cut
     assert not cut([10**6], 64, None).is_cut
 
 
-@pytest.mark.parametrize(("limit", "unit"), [(0, 1), (-1, 1), (4, 0)])
-def test_numbers_below_one_are_refused(limit, unit):
-    with pytest.raises(InputError, match=f"segment_chunks={limit} and unit={unit}"):
-        cut([100], 64, limit, unit)
+@pytest.mark.parametrize(("limit", "unit", "least"), [(0, 1, 1), (-1, 1, 1), (4, 0, 1), (4, 1, 0)])
+def test_numbers_below_one_are_refused(limit, unit, least):
+    with pytest.raises(InputError, match=f"segment_chunks={limit}, unit={unit} and least={least}"):
+        cut([100], 64, limit, unit, least)
 
 
 def test_only_segments_between_a_first_and_a_last_need_a_transfer_matrix():
     s = cut([16 * 8, 16, 0, 16 * 4], 16, 2)
     assert s.firsts == (0, 4, 5, 6, 8)
-    assert [i for i in range(len(s)) if s.needs_transfer(i)] == [1, 2]
     assert [i for i in range(len(s)) if s.has_successor(i)] == [0, 1, 2, 6]
+    items = s.state_items(s.starts(1))
+    assert {i.segment: i.transfer for i in items} == {0: False, 1: True, 2: True, 6: False}
 
 
-def test_a_window_replaces_the_transfer_matrix_where_it_fits_the_segment_before():
+def test_a_window_holds_where_it_fits_the_segment_before():
     s = cut([16 * 12], 16, 3)
     assert s.first_chunks == (0, 3, 6, 9)
     assert not s.window_holds(0, 0)  # a first segment's start is known
@@ -108,25 +109,42 @@ def test_a_window_replaces_the_transfer_matrix_where_it_fits_the_segment_before(
     assert s.window_holds(2, 3) and not s.window_holds(2, 4)
     shorter = cut([16 * 8], 16, 3)
     assert shorter.chunks == (3, 3, 2) and shorter.window_holds(2, 3)  # the segment before is what counts
-    assert s.needs_transfer(1) and not s.needs_transfer(1, warmup=3) and s.needs_transfer(1, warmup=4)
+    assert [s.start(0, 0), s.start(2), s.start(2, 3), s.start(2, 4)] == [0, -1, 3, -1]
 
 
-def test_state_items_are_long_first_and_shortened_by_windows():
+def test_state_items_are_long_first_and_start_ahead_where_a_window_holds():
     s = cut([16 * 12, 16 * 9], 16, 4)
     assert s.chunks == (4, 4, 4, 3, 3, 3)
-    items = s.state_items(2)
+    assert s.starts(2) == [[0, 0], [-1, -1], [-1, -1]] * 2
+    items = s.state_items(s.starts(2))
     assert {(i.segment, i.head) for i in items} == {(n, h) for n in (0, 1, 3, 4) for h in (0, 1)}
     assert [i.chunks for i in items] == [4] * 4 + [3] * 4
     assert all(i.transfer == (i.segment in (1, 4)) for i in items)
-    assert [i.segment for i in s.state_items(1, transfer_cost=1.5)] == [1, 4, 0, 3]
-    warmup = [[0, 0], [1, 4], [2, 8], [0, 0], [3, 1], [6, 3]]
-    items = {(i.segment, i.head): (i.chunks, i.transfer) for i in s.state_items(2, warmup)}
+    assert [i.segment for i in s.state_items(s.starts(1), transfer_cost=1.5)] == [1, 4, 0, 3]
+    starts = s.starts(2, [[0, 0], [1, 4], [5, 8], [0, 0], [3, 1], [6, 3]])
+    assert starts == [[0, 0], [1, -1], [-1, -1], [0, 0], [-1, 1], [-1, 3]]
+    items = {(i.segment, i.head): (i.chunks, i.transfer) for i in s.state_items(starts)}
     assert items == {
-        **{(0, 0): (1, False), (0, 1): (4, False)},  # head 1: its four chunks are all, from the known start
-        **{(1, 0): (2, False), (1, 1): (4, True)},
-        **{(3, 0): (3, False), (3, 1): (1, False)},
-        **{(4, 0): (3, True), (4, 1): (3, False)},
+        (0, 1): (4, False),  # of head 0 the next segment starts from its window
+        **{(1, 0): (5, False), (1, 1): (4, True)},  # from its window, and from an unknown state
+        (3, 0): (3, False),
+        (4, 0): (3, True),
     }
+
+
+def test_a_cut_sequence_has_no_segment_below_the_least():
+    for least in (1, 3, 8):
+        for limit in (1, 4, 9, 100):
+            for chunks in range(1, 40):
+                s = cut([16 * chunks - 5], 16, limit, least=least)
+                assert not s.is_cut or min(s.chunks) >= least
+                assert len(s) == max(1, min(-(-chunks // limit), chunks // least))
+
+
+def test_the_table_lists_every_segment_and_gives_each_its_turn():
+    s = cut([16 * 2, 16 * 11, 5], 16, 4)
+    assert s.table() == [(0, 0, 2, 1), (1, 0, 4, 2), (1, 4, 4, 3), (1, 8, 3, 0), (2, 0, 1, 4)]
+    assert sorted(row[3] for row in s.table()) == list(range(len(s)))
 
 
 def test_forward_order_is_long_first_and_stable():

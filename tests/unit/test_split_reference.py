@@ -105,7 +105,7 @@ def test_known_first_segments_and_windows_have_no_transfer_matrix_and_the_others
     for s in range(len(segments)):
         for head in range(4):
             if segments.has_successor(s):
-                needed = segments.needs_transfer(s, int(warmup[s + 1, head]))
+                needed = s > 0 and not segments.window_holds(s + 1, int(warmup[s + 1, head]))
                 assert bool(m[s, head].any()) == needed
                 seen.add(needed)
     assert seen == {True, False}
@@ -287,31 +287,46 @@ def test_a_windowed_split_errs_by_the_tolerance_of_the_largest_state(tolerance):
 
 
 @pytest.mark.parametrize("tolerance", [None, 1e-9])
-def test_one_pool_of_states_serves_the_whole_split(tolerance):
-    """What an item leaves goes to the next segment's row; the correction and the forward work in place."""
+def test_the_kernels_items_give_every_segment_its_start(tolerance):
+    """Items start from what is known; the correction works in place; windowed segments run chunks ahead from zero."""
     lengths = (0, 400, 16, 1, 100, 230)
     x = inputs(lengths, seed=4, beta=1.5)
     g = random_gates(x, 4)
     segments = cut(lengths, CHUNK, 3)
-    warmup = warmup_chunks_reference(g, segments, tolerance)
-    items = segments.state_items(4, warmup.tolist())
+    kinds = segments.starts(4, warmup_chunks_reference(g, segments, tolerance).tolist())
+    items = segments.state_items(kinds)
     assert len({item.transfer for item in items}) == 2
 
-    pool = torch.full((len(segments), 4, 16, 8), math.nan, dtype=torch.float64)
-    pool[list(segments.firsts[:-1])] = x.initial_state.double()
-    left, m = segment_state_reference(x.k, x.v, g, x.beta, segments, x.initial_state, warmup)
-    for item in items:
-        pool[item.segment + 1, item.head] = left[item.segment, item.head]
+    def run(segment, head, state):
+        """(o of the segment, state it leaves), from ``state`` or from zero as many chunks ahead as its window asks."""
+        ahead = max(kinds[segment][head], 0) * CHUNK
+        rows = slice(segments.bounds[segment] - ahead, segments.bounds[segment + 1])
+        one = slice(head, head + 1)
+        tokens = x.q[:, rows, head // 2 : head // 2 + 1], x.k[:, rows, head // 2 : head // 2 + 1]
+        tokens += tuple(t[:, rows, one] for t in (x.v, g, x.beta))
+        state = state if ahead == 0 else torch.zeros_like(state)
+        o, left = chunk_reference(*tokens, initial_state=state[None, None], chunk_size=CHUNK)
+        return o[0, ahead:, 0], left[0, 0]
+
+    states = torch.full((len(segments), 4, 16, 8), math.nan, dtype=torch.float64)
+    states[list(segments.firsts[:-1])] = x.initial_state.double()
+    _, m = segment_state_reference(x.k, x.v, g, x.beta, segments)
+    for segment, head, chunks, transfer in items:
+        assert chunks == segments.chunks[segment] + max(kinds[segment][head], 0)
+        start = torch.zeros(16, 8, dtype=torch.float64) if transfer else states[segment, head]
+        states[segment + 1, head] = run(segment, head, start)[1]
     for segment, head, _, transfer in sorted(items):
         if transfer:
-            pool[segment + 1, head] += m[segment, head] @ pool[segment, head]
-    o, pool = chunk_reference(
-        x.q, x.k, x.v, g, x.beta, initial_state=pool, cu_seqlens=segments.bounds, chunk_size=CHUNK
-    )
-    kwargs = dict(initial_state=x.initial_state, cu_seqlens=x.cu_host)
-    want_o, want_s = recurrent_reference(x.q, x.k, x.v, g, x.beta, **kwargs)
+            states[segment + 1, head] += m[segment, head] @ states[segment, head]
+    want_o, want_s = recurrent_reference(x.q, x.k, x.v, g, x.beta, initial_state=x.initial_state, cu_seqlens=x.cu_host)
     limit = EXACT if tolerance is None else 1e-7
-    assert relative_error(o, want_o) < limit and relative_error(pool[list(segments.lasts)], want_s) < limit
+    for segment in range(len(segments)):
+        rows = slice(segments.bounds[segment], segments.bounds[segment + 1])
+        for head in range(4):
+            o, left = run(segment, head, states[segment, head])
+            assert relative_error(o, want_o[0, rows, head]) < limit
+            if segment in segments.lasts:
+                assert relative_error(left, want_s[segments.sequences[segment], head]) < limit
 
 
 def test_a_known_start_survives_the_window_of_another_head():

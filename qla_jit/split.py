@@ -1,0 +1,89 @@
+"""The forward of a batch whose sequences are cut into segments: three kernels in the place of `fused_forward`.
+
+`segment_state` runs the segments that another follows, from the state at hand; `segment_correct` adds what came before
+them; `segment_forward` then runs every segment from its right start (docs/splitting.md).  States pass between them in
+rows of `o` that the forward writes last, so a split takes no memory but two numbers per segment and value head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from .config import SPLIT_KERNELS, Problem
+from .errors import InputError
+from .segments import Segments, cut
+from .workspace import Layout
+
+EXACT = "exact"
+_NEVER = -3.0e38  # log2 of a tolerance that no sum of gates reaches
+_MARGIN = 1e-4  # of log2 of the tolerance: gates are summed in fp32
+
+
+def log_tolerance(window: str | float) -> float:
+    """What kernels compare sums of log2 gates with; a window is never shorter than the tolerance allows.
+
+    window: "exact", or the largest factor, in (0, 1), by which the state before a window may still count.
+    """
+    return _NEVER if window == EXACT else math.log2(window) * (1.0 + _MARGIN)
+
+
+def least_segment_chunks(problem: Problem) -> int:
+    """Chunks that a segment of a cut sequence must have, so that the states that pass fit into its rows of `o`."""
+    from .templates.segments_sm90 import least_segment_tokens
+
+    return -(-least_segment_tokens(problem) // problem.chunk_size)
+
+
+class SplitForward:
+    """`fused_forward` by segments, for batches of one content: called with its arguments, on torch's current stream."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, Callable[..., None]],
+        segments: Segments,
+        num_value_heads: int,
+        window: str | float,
+        device: torch.device,
+    ):
+        """entries: of `SPLIT_KERNELS`.  Copies the cut to the device and waits for it, so every stream may call this.
+
+        Raises InputError where nothing is cut.
+        """
+        if not segments.is_cut:
+            raise InputError("`segments.is_cut` must hold, but every sequence is whole; run `fused_forward`.")
+        self.segments = segments
+        self._state, self._correct, self._forward = (entries[name] for name in SPLIT_KERNELS)
+        self._log_tolerance = log_tolerance(window)
+        self._table = torch.tensor(segments.table(), dtype=torch.int32).to(device)
+        self._first_segments = torch.tensor(segments.firsts, dtype=torch.int32).to(device)
+        shape = len(segments), num_value_heads
+        self.scratch: Layout = ((shape, torch.int32), (shape, torch.float32))
+
+    def __call__(
+        self, q, k, v, a, log_gates, bounds, state_rows, checkpoint_rows, initial, final, checkpoints, o, scale,
+        has_initial, has_final, chunks_per_checkpoint, scratch=None,
+    ) -> None:  # fmt: skip
+        """Arguments as `launch` lists them for `fused_forward`; scratch: tensors of `self.scratch`, else allocated.
+
+        o must share no memory with the inputs.
+        """
+        if scratch is None:
+            scratch = [torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in self.scratch]
+        starts, decays = scratch
+        self._state(
+            k, v, a, log_gates, bounds, self._table, state_rows, initial, starts, decays, o, has_initial,
+            self._log_tolerance,
+        )  # fmt: skip
+        self._correct(self._first_segments, starts, decays, bounds, self._table, o)
+        self._forward(
+            q, k, v, a, log_gates, bounds, self._table, starts, state_rows, checkpoint_rows, initial, final,
+            checkpoints, o, scale, has_initial, has_final, chunks_per_checkpoint,
+        )  # fmt: skip
+
+
+def cut_batch(problem: Problem, lengths, segment_chunks: int | None) -> Segments:
+    """The cut into segments of at most ``segment_chunks`` chunks, but no fewer than `least_segment_chunks`."""
+    return cut(lengths, problem.chunk_size, segment_chunks, least=least_segment_chunks(problem))

@@ -1,0 +1,183 @@
+"""The scan over the segments of a sequence, on Hopper: S_in(r + 1) = M_r S_in(r) + S*_r, in place.
+
+With M = γ I + D (`segments_sm90`), transposed as in `segment_state`:
+
+    S_inᵀ(r + 1) ← γ_r S_inᵀ(r) + S_inᵀ(r) D_rᵀ + S*_rᵀ
+
+`segment_state` left S*_r where the start of segment r + 1 belongs, and says in `starts` which segments start from a
+state that only this scan knows (−1).  Where the start of r is known otherwise, S*_r is the start of r + 1 already.
+A CTA takes one (sequence, value head) and 64 columns of d_v, and walks r from the first start it corrects to the last.
+
+| role  | warps | per segment, in order                                          | waits for | signals |
+| ----- | ----- | -------------------------------------------------------------- | --------- | ------- |
+| state | 4     | S* loaded; S D by rounded D, then by what that lost; S to `o`  | d_full    | d_free  |
+| load  | 1     | both tiles of D by TMA                                         | d_free    | d_full  |
+
+Stages: `stages_d`, each one [d_k, d_k] tile of D.  S is rounded for the products as it is in the forward itself.
+May start before `segment_state` has ended; its own dependents may start at once (programmatic dependent launch).
+"""
+
+from qla_jit.config import Problem
+from qla_jit.schedule import Parameter, Role, Schedule
+from qla_jit.template import SharedBuffer, Template, Work
+
+from .fragments_sm90 import FRAGMENTS_CUDA
+from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, deviation_tile, panels
+
+NAME = "segment_correct_sm90"
+
+PARAMETERS = (Parameter("stages_d", (2, 4, 6), 4, "tiles of D in flight; a segment has two"),)
+
+
+def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
+    """Warps in thread order."""
+    return (
+        Role("state", 4, 248, "64 columns of S: the scan"),
+        Role("load", 1, 248, "TMA loads of D"),
+    )
+
+
+def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
+    return (SharedBuffer("d", schedule["stages_d"] * problem.head_dim_k**2, 2),)
+
+
+def barriers(problem: Problem, schedule: Schedule) -> int:
+    """mbarriers of a CTA: full and free of the ring."""
+    return 2 * schedule["stages_d"]
+
+
+def work(problem: Problem, schedule: Schedule) -> Work:
+    """Of one segment of one value head."""
+    dk, dv = problem.head_dim_k, problem.head_dim_v
+    return Work(
+        flops=2 * 2 * dv * dk * dk,
+        bytes_read=4 * dv * dk + dv // 64 * 2 * 2 * dk * dk,
+        bytes_written=4 * dv * dk,
+    )
+
+
+def unsupported(problem: Problem) -> str | None:
+    return None if problem.chunk_size == 64 else f"chunk_size={problem.chunk_size} (segments are cut in chunks of 64)"
+
+
+def prim_func(problem: Problem, schedule: Schedule):
+    """The TileLang kernel; arguments are listed in `qla_jit.launch`."""
+    import tilelang  # no postponed annotations in this module: T.prim_func evaluates them
+    import tilelang.language as T
+
+    C, DK, DV, HV = problem.chunk_size, problem.head_dim_k, problem.head_dim_v, problem.num_value_heads
+    PANELS, TILES, STAGES = panels(problem), DK // 64, schedule["stages_d"]
+    dtype = problem.dtype
+    pitch = HV * DV  # of a token in o
+    rows = T.GemmWarpPolicy.FullRow
+
+    num_tokens = T.dynamic("num_tokens")
+    num_segments = T.dynamic("num_segments")
+    num_bounds = T.dynamic("num_bounds")
+
+    @T.prim_func
+    def segment_correct(
+        first_segments: T.Tensor((num_bounds,), "int32"),
+        starts: T.Tensor((num_segments, HV), "int32"),
+        decays: T.Tensor((num_segments, HV), "float32"),
+        bounds: T.Tensor((num_bounds,), "int32"),
+        segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
+        o: T.Tensor((num_tokens, HV, DV), dtype),
+    ):
+        with T.Kernel(
+            (num_bounds - 1) * HV * PANELS, threads=160, prelude=FRAGMENTS_CUDA + SEGMENTS_CUDA
+        ) as block:  # fmt: skip
+            d_s = T.alloc_shared((STAGES, DK, DK), dtype)
+            T.annotate_layout({d_s: tilelang.layout.make_full_bank_swizzled_layout(d_s)})
+            d_full = T.alloc_barrier(arrive_count=[32] * STAGES)
+            d_free = T.alloc_barrier(arrive_count=[128] * STAGES)
+            begin = T.alloc_var("int32")  # first segment whose end the scan corrects, and one past the last
+            end = T.alloc_var("int32")
+
+            T.pdl_trigger()
+            panel = block % PANELS
+            head = block % (HV * PANELS) // PANELS
+            seq = block // (HV * PANELS)
+            token0 = bounds[seq]
+            first = first_segments[seq]
+            last = first_segments[seq + 1] - 1
+            T.pdl_sync()
+            begin = last
+            end = first
+            for s in T.serial(first + 1, last):
+                if starts[s, head] < 0 and starts[s + 1, head] < 0:
+                    begin = T.min(begin, s)
+                    end = s + 1
+            if T.get_thread_binding() < 128:
+                state = T.alloc_fragment((64, DK), "float32")
+                state_op = T.alloc_fragment((64, DK), dtype)
+                product = T.alloc_fragment((64, DK), "float32")
+                added = T.alloc_local((DK // 2,), "float32")
+                if begin < end:
+                    T.call_extern(
+                        "handle", f"qla::load_panel<{DK}>", state.data,
+                        T.access_ptr(o[token0 + segments[begin, FIRST] * C, head, panel * 64], "r"), pitch,
+                    )  # fmt: skip
+                else:
+                    T.clear(state)
+                T.call_extern("handle", f"qla::pin<{DK // 2}>", state.data)
+                T.copy(state, state_op)
+                for i in T.serial(end - begin):
+                    segment = begin + i
+                    corrected = T.cast(starts[segment, head] < 0 and starts[segment + 1, head] < 0, "int32")
+                    next_token = token0 + (segments[segment, FIRST] + segments[segment, COUNT]) * C
+                    T.call_extern(
+                        "handle", f"qla::load_panel<{DK}>", added.data,
+                        T.access_ptr(o[next_token, head, panel * 64], "r"), pitch,
+                    )  # fmt: skip
+                    T.barrier_wait(d_full[i * 2 % STAGES], (i * 2 // STAGES) % 2)
+                    T.wgmma_gemm(state_op, d_s[i * 2 % STAGES, :, :], product, clear_accum=True, policy=rows)
+                    T.barrier_wait(d_full[(i * 2 + 1) % STAGES], (i * 2 // STAGES) % 2)
+                    T.wgmma_gemm(state_op, d_s[(i * 2 + 1) % STAGES, :, :], product, clear_accum=False, policy=rows)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(d_free[i * 2 % STAGES])
+                    T.barrier_arrive(d_free[(i * 2 + 1) % STAGES])
+                    T.call_extern(
+                        "handle", f"qla::advance<{DK}>", state.data, product.data, added.data,
+                        T.exp2(decays[segment, head]), corrected,
+                    )  # fmt: skip
+                    if corrected != 0:
+                        T.call_extern(
+                            "handle", f"qla::save_panel<{DK}>", state.data,
+                            T.access_ptr(o[next_token, head, panel * 64], "w"), pitch,
+                        )  # fmt: skip
+                    T.copy(state, state_op)
+            else:
+                T.fence_proxy_async()
+                for i in T.serial(end - begin):
+                    token = token0 + segments[begin + i, FIRST] * C
+                    for half in T.unroll(2):
+                        stage = (i * 2 + half) % STAGES
+                        T.barrier_wait(d_free[stage], (i * 2 // STAGES + 1) % 2)
+                        for tile in T.unroll(TILES):
+                            row, of_panel = deviation_tile(problem, half * TILES + tile)
+                            T.tma_copy(
+                                o[token + row : token + row + DK, head, of_panel * 64 : of_panel * 64 + 64],
+                                d_s[stage, :, tile * 64 : tile * 64 + 64], barrier=d_full[stage],
+                            )  # fmt: skip
+                        T.barrier_arrive(d_full[stage])
+
+    return segment_correct
+
+
+TEMPLATE = Template(
+    kernel="segment_correct",
+    name=NAME,
+    archs=("sm90",),
+    preferred=("sm90",),
+    parameters=PARAMETERS,
+    rules=(),
+    roles=roles,
+    buffers=buffers,
+    barriers=barriers,
+    work=work,
+    prim_func=prim_func,
+    sources=("segment_correct_sm90.py", "segments_sm90.py", "fragments_sm90.py"),
+    unsupported=unsupported,
+    pass_configs={"TL_DISABLE_THREAD_STORAGE_SYNC": True, "TL_ENABLE_FAST_MATH": True},
+)
