@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,8 +20,9 @@ from .rewrite import rewrite
 
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++20", "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden", "-w")
-KERNEL_FLAGS = ("-O1", "-ftrivial-auto-var-init=pattern")  # what a kernel never wrote is huge
+KERNEL_FLAGS = ("-O1", "-g1", "-ftrivial-auto-var-init=pattern")  # what a kernel never wrote is huge
 MACHINE_FLAGS = ("-O3",)
+RACE_FLAGS = ("-fsanitize=thread",)  # calls a hook of ours at every access; libtsan is not linked
 CACHE_VARIABLE = "QLA_EMULATOR_CACHE"
 ERROR_BYTES = 1 << 16
 
@@ -84,8 +86,9 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
         ("dynamic_bytes", ctypes.c_uint64), ("seed", ctypes.c_uint64),
-        ("flush_denormals", ctypes.c_int32), ("num_buffers", ctypes.c_int32), ("num_arguments", ctypes.c_int32),
-        ("error_bytes", ctypes.c_int32),
+        ("flush_denormals", ctypes.c_int32), ("find_races", ctypes.c_int32),
+        ("num_buffers", ctypes.c_int32), ("num_arguments", ctypes.c_int32), ("error_bytes", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("buffers", ctypes.POINTER(_Buffer)), ("arguments", ctypes.POINTER(_Argument)), ("error", ctypes.c_char_p),
     ]  # fmt: skip
 
@@ -94,18 +97,19 @@ class Program:
     """One kernel of a CUDA text, compiled by g++ when first made and kept by content in ``cache``.
 
     source: CUDA C++.  kernel: the name of an ``extern "C" __global__`` function in it.  cache: a folder; by default
-    $QLA_EMULATOR_CACHE, else one in the temporary folder.
+    $QLA_EMULATOR_CACHE, else one in the temporary folder.  races: check that accesses to shared memory are ordered, and
+    that every access to a tensor stays inside it; costs some time.
 
     Raises EmulationError if the text holds what is not modelled, with g++'s or the rewriter's words.
     """
 
-    def __init__(self, source: str, kernel: str, cache: str | Path | None = None):
-        text = f'#include "ptx.h"\n{rewrite(source)}\n{_ENTRY.format(kernel=kernel)}'
-        self.kernel = kernel
-        folder = _cache_folder(cache)
-        machine = _compiled(folder, (SOURCES / "machine.cpp").read_text(), MACHINE_FLAGS, "-c", ".o", [])
-        library = _compiled(folder, text, KERNEL_FLAGS, "-shared", ".so", [machine])
-        self._run = ctypes.CDLL(str(library)).emu_run
+    def __init__(self, source: str, kernel: str, cache: str | Path | None = None, races: bool = True):
+        self.source, self.kernel, self.races = source, kernel, races
+        text = f'#include "ptx.h"\n#line 1 "{TEXT}"\n{rewrite(source)}\n{_ENTRY.format(kernel=kernel)}'
+        folder, flags = _cache_folder(cache), (*KERNEL_FLAGS, *(RACE_FLAGS if races else ()))
+        objects = [_object(folder, path.read_text(), MACHINE_FLAGS) for path in sorted(SOURCES.glob("*.cpp"))]
+        self._library = _library(folder, [_object(folder, text, flags), *objects])
+        self._run = ctypes.CDLL(str(self._library)).emu_run
 
     def launch(
         self,
@@ -116,12 +120,14 @@ class Program:
         seed: int = 0,
         flush_denormals: bool = True,
         names: Sequence[str] | None = None,
+        allowed: Sequence[str] = (),
     ) -> None:
         """Run all blocks of a grid, writing tensors in place.
 
         grid, block: up to three extents.  arguments: in the kernel's order.  shared_bytes: of dynamic shared memory.
         seed: of the schedule; 0 makes everything asynchronous late, 1 at once, others mix.  flush_denormals: as code
-        compiled with ``--use_fast_math`` does.  names: of the arguments, for messages.
+        compiled with ``--use_fast_math`` does.  names: of the arguments, for messages.  allowed: parts of lines of the
+        text; races with such a line do not count.
 
         Raises EmulationError when a thread did what it must not, or all threads wait.
         """
@@ -144,14 +150,43 @@ class Program:
             *(_Buffer(name.encode(), t.data_ptr(), t.numel() * t.element_size()) for _, name, t in buffers.values())
         )
         launch = _Launch(
-            _three(grid), _three(block), shared_bytes, seed, flush_denormals, len(buffers), len(values), ERROR_BYTES,
-            memory, (_Argument * max(1, len(values)))(*values), ctypes.cast(error, ctypes.c_char_p),
+            _three(grid), _three(block), shared_bytes, seed, flush_denormals, self.races, len(buffers), len(values),
+            ERROR_BYTES, 0, memory, (_Argument * max(1, len(values)))(*values), ctypes.cast(error, ctypes.c_char_p),
         )  # fmt: skip
         if self._run(ctypes.byref(launch)):
-            raise EmulationError(f"{self.kernel}, seed {seed}: {error.value.decode()}")
+            first, *races = re.split(r"\n(?=data race)", self._located(error.value.decode()))
+            races = {race.partition("\n")[2]: race for race in races if not any(part in race for part in allowed)}
+            said = [text for text in (first, *races.values()) if text]
+            if said:
+                raise EmulationError("\n".join([f"{self.kernel}, seed {seed}: {said[0]}", *said[1:]]))
+
+    def _located(self, message: str) -> str:
+        """The message with lines of the CUDA text in place of code addresses, innermost first."""
+        offsets = re.findall(_CODE, message)
+        tool = shutil.which("addr2line")
+        if tool is None or not offsets:
+            return re.sub(_CODE, "", message)
+        command = [tool, "-a", "-i", "-e", str(self._library), *offsets]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        lines: dict[int, list[int]] = {}
+        for line in said.splitlines():
+            if line.startswith("0x"):
+                found = lines.setdefault(int(line, 16), [])
+            elif match := re.search(rf"/{re.escape(TEXT)}:(\d+)", f"/{line}"):
+                found.append(int(match.group(1)))
+        text = self.source.splitlines()
+
+        def name(run: re.Match) -> str:
+            numbers = [n for offset in re.findall(_CODE, run.group()) for n in lines.get(int(offset, 16), [])]
+            named = [f"line {n}: {text[n - 1].strip()}" for n in dict.fromkeys(numbers) if n <= len(text)]
+            return "".join(f"\n    at {line}" for line in named)
+
+        return re.sub(rf" ?(?:{_CODE.replace('(', '(?:')})+", name, message)
 
 
-_ENTRY = """
+TEXT = "kernel.cu"  # what line numbers are of
+_CODE = r"\[\+(0x[0-9a-f]+)\]"
+_ENTRY = """#line 1 "entry"
 template <typename... A, std::size_t... I>
 static void emu_call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {{
   kernel(*static_cast<std::remove_cv_t<std::remove_reference_t<A>>*>(arguments[I])...);
@@ -201,27 +236,37 @@ def _cache_folder(cache: str | Path | None) -> Path:
 
 
 def _headers() -> bytes:
-    files = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh", ".cpp"))
+    files = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh"))
     return b"\0".join(path.read_bytes() for path in files)
 
 
-def _compiled(folder: Path, text: str, flags: Sequence[str], mode: str, suffix: str, objects: list[Path]) -> Path:
-    """The file that g++ makes of a text, from the folder if it is there; published by one rename."""
+def _object(folder: Path, text: str, flags: Sequence[str]) -> Path:
+    """The object file that g++ makes of a text."""
+    flags = (*FLAGS, *flags, "-c", f"-I{SOURCES}", f"-I{SOURCES / 'include'}")
+    digest = hashlib.sha256("\0".join((text, *flags)).encode() + _headers()).hexdigest()[:24]
+    return _made(folder / f"{digest}.o", flags, [], text)
+
+
+def _library(folder: Path, objects: list[Path]) -> Path:
+    """The shared library of some object files."""
+    digest = hashlib.sha256("\0".join(path.name for path in objects).encode()).hexdigest()[:24]
+    return _made(folder / f"{digest}.so", ("-shared", "-ldl"), objects, "")
+
+
+def _made(file: Path, flags: Sequence[str], objects: list[Path], text: str) -> Path:
+    """``file``, made by g++ unless it is there; published by one rename."""
+    if file.exists():
+        return file
     gxx = compiler()
     if gxx is None:
         raise EmulationError("g++ must be on PATH to emulate a kernel; install it.")
-    flags = (*FLAGS, *flags, mode, f"-I{SOURCES}", f"-I{SOURCES / 'include'}")
-    digest = hashlib.sha256("\0".join((text, *flags)).encode() + _headers()).hexdigest()[:24]
-    made = folder / f"{digest}{suffix}"
-    if made.exists():
-        return made
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        source, output = Path(scratch) / "kernel.cpp", Path(scratch) / f"made{suffix}"
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        source, output = Path(scratch) / "text.cpp", Path(scratch) / file.name
         source.write_text(text)
-        command = [gxx, *flags, "-o", str(output), str(source), *map(str, objects)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        inputs = [str(path) for path in objects] or [str(source)]
+        done = subprocess.run([gxx, *inputs, *flags, "-o", str(output)], capture_output=True, text=True, check=False)
         if done.returncode:
             said = "\n".join(line for line in done.stderr.splitlines() if "error" in line) or done.stderr
             raise EmulationError(f"g++ must compile the text, but it said:\n{said[:4000]}")
-        os.replace(output, made)
-    return made
+        os.replace(output, file)
+    return file

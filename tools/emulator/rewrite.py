@@ -21,8 +21,8 @@ INSTRUCTIONS = {
     "ex2.approx.ftz.f32": "ex2",
     "rcp.approx.f32": "rcp",
     "rcp.approx.ftz.f32": "rcp",
-    "fence.proxy.async.shared::cta": "nothing",
-    "fence.proxy.async": "nothing",
+    "fence.proxy.async.shared::cta": "fence_proxy",
+    "fence.proxy.async": "fence_proxy",
     "griddepcontrol.launch_dependents": "nothing",
     "griddepcontrol.wait": "wait_for_grids",
     "movmatrix.sync.aligned.m8n8.trans.b16": "movmatrix_trans",
@@ -39,8 +39,8 @@ for _count in (1, 2, 4):
             INSTRUCTIONS[f"stmatrix.{_end}"] = f"stmatrix{_trans.replace('.', '_')}"
     for _type in ("b32", "f32", "u32"):
         _vector = "" if _count == 1 else f"v{_count}."
-        INSTRUCTIONS[f"st.shared.{_vector}{_type}"] = "store_shared"
-        INSTRUCTIONS[f"ld.shared.{_vector}{_type}"] = "load_shared"
+        INSTRUCTIONS[f"st.shared.{_vector}{_type}"] = "st_shared"
+        INSTRUCTIONS[f"ld.shared.{_vector}{_type}"] = "ld_shared"
 
 _ASM = re.compile(r"\b(?:asm|__asm__)\b\s*(?:volatile\b|__volatile__\b)?\s*\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -63,7 +63,9 @@ def rewrite(text: str) -> str:
     for match in _ASM.finditer(text):
         close = _closing(text, match.end())
         line = text[: match.start()].count("\n") + 1
-        parts += [text[end : match.start()], _call(text[match.end() : close], line)]
+        call = _call(text[match.end() : close], line)
+        lost = text[match.start() : close].count("\n") - call.count("\n")  # line numbers stay
+        parts += [text[end : match.start()], call, "\n" * lost]
         end = close + 1
     return "".join([*parts, text[end:]])
 

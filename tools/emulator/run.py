@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class Kernel:
     program: Program
     flush_denormals: bool
 
-    def __call__(self, *, seed: int = 0, **arguments: torch.Tensor | int | float) -> None:
+    def __call__(self, *, seed: int = 0, allowed: Sequence[str] = (), **arguments: torch.Tensor | int | float) -> None:
         """One launch, writing outputs in place.  Raises EmulationError: see `Program.launch` and `HostPlan.bind`."""
         symbols = self.plan.bind(arguments)
         tensors = {p.name: arguments[p.name] for p in self.plan.parameters if p.shape}
@@ -48,6 +49,7 @@ class Kernel:
             seed,
             self.flush_denormals,
             names,
+            allowed,
         )
 
     def _tensor_map(self, handle, tensors: dict[str, torch.Tensor], symbols: dict[str, object]) -> TensorMap:
@@ -63,8 +65,8 @@ class Kernel:
         return TensorMap(tensors[tensor.name], dims, strides, box, swizzle)
 
 
-def kernel(spec: KernelSpec, cache: str | Path | None = None) -> Kernel:
-    """Lower ``spec`` and compile the CUDA text for the CPU; see `Program` for ``cache``.
+def kernel(spec: KernelSpec, cache: str | Path | None = None, races: bool = True) -> Kernel:
+    """Lower ``spec`` and compile the CUDA text for the CPU; see `Program` for ``cache`` and ``races``.
 
     Raises EmulationError if the text holds what is not modelled, and what `qla_jit.build.lower` raises.
     """
@@ -72,7 +74,7 @@ def kernel(spec: KernelSpec, cache: str | Path | None = None) -> Kernel:
     lowered = build.lower(spec, compile_device=False)
     plan = read(template.prim_func(spec.problem, spec.schedule), lowered)
     fast_math = bool(template.pass_configs.get("TL_ENABLE_FAST_MATH", False))
-    return Kernel(plan, Program(lowered.source, plan.kernel, cache), fast_math)
+    return Kernel(plan, Program(lowered.source, plan.kernel, cache, races), fast_math)
 
 
 def emulate(

@@ -23,6 +23,8 @@ struct Index {
 using Perform = void (*)(void* const* lanes, uint32_t mask);
 // Waits until all lanes of this warp in `mask` came to the same operation; the last one performs it for all.
 void collective(const char* what, uint32_t mask, void* arguments, Perform perform);
+// __syncwarp.
+void sync_warp(uint32_t mask);
 // Lets other warps run, if the seed likes them better.
 void yield();
 unsigned lane();
@@ -32,7 +34,6 @@ unsigned warp();
 uint32_t whole_warp();
 // Whether operations that may or may not wait for their warp do so in this run.
 bool strict_convergence();
-bool flip(int one_in);
 
 // Barrier `id` of the CTA; with `count` 0 all threads that have not exited.
 void named_barrier(int id, int count, bool wait);
@@ -48,6 +49,14 @@ Array& shared_array(const char* name, int declaration, size_t alignment) {
 uint32_t shared_address(const void* pointer);
 // Fails unless [address, address + bytes) lies in one allocation and the address is aligned.
 char* shared_pointer(uint32_t address, size_t bytes, size_t alignment, const char* who);
+
+// One to four words of this thread.
+void load_shared(uint32_t address, void* words, size_t bytes);
+void store_shared(uint32_t address, const void* words, size_t bytes);
+// Loads 8 x 8 matrices of 16-bit elements into `registers`, or stores them: lanes 8 i .. 8 i + 7 bring the rows of matrix i.
+void move_matrices(uint32_t address, uint32_t* registers, int count, bool transposed, bool store);
+// What this thread knows to be written becomes visible to asynchronous readers.
+void proxy_fence();
 
 // ---- Transaction barriers
 

@@ -14,6 +14,8 @@
 #define __host__
 #define __grid_constant__
 #define __forceinline__ inline
+// Of functions that stand for an instruction, so that its line is that of the kernel.
+#define EMU_INSTRUCTION inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
@@ -146,7 +148,7 @@ inline T __ldg(const T* place) { return *place; }
 
 inline void __syncthreads() { emu::named_barrier(0, 0, true); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  emu::collective("__syncwarp", mask, nullptr, [](void* const*, uint32_t) {});
+  emu::sync_warp(mask);
 }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
@@ -218,7 +220,7 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
 }
 
 template <typename T, typename U>
-T atomicAdd(T* place, U value) {
+__attribute__((no_sanitize_thread)) T atomicAdd(T* place, U value) {
   T old = *place;
   *place = T(old + value);
   return old;

@@ -24,11 +24,11 @@ struct alignas(8) Barrier {
 
 namespace tl {
 
-inline void fence_proxy_async() {}
-inline void fence_barrier_init() {}
-inline void tma_store_arrive() { emu::bulk_commit(); }
+EMU_INSTRUCTION void fence_proxy_async() { emu::proxy_fence(); }
+EMU_INSTRUCTION void fence_barrier_init() {}
+EMU_INSTRUCTION void tma_store_arrive() { emu::bulk_commit(); }
 template <int Pending, bool Read = true>
-void tma_store_wait() {
+EMU_INSTRUCTION void tma_store_wait() {
   emu::bulk_wait(Pending);
 }
 

@@ -6,7 +6,7 @@ namespace tl {
 
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TransposedA, bool TransposedB, int SignA = 1,
           int SignB = 1>
-emu::Product wgmma_shape() {
+EMU_INSTRUCTION emu::Product wgmma_shape() {
   static_assert(A == B && C == DataType::kFloat32 && M == 64 && K == 16 && N % 8 == 0 && N <= 256);
   static_assert(A == DataType::kFloat16 || A == DataType::kBFloat16);
   emu::Product product{};
@@ -20,7 +20,7 @@ emu::Product wgmma_shape() {
 
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TransposedA, bool TransposedB, int SignA = 1,
           int SignB = 1>
-void wgmma_ss(uint64_t a, uint64_t b, uint32_t* c, bool keep) {
+EMU_INSTRUCTION void wgmma_ss(uint64_t a, uint64_t b, uint32_t* c, bool keep) {
   emu::Product product = wgmma_shape<A, B, C, M, N, K, TransposedA, TransposedB, SignA, SignB>();
   product.a = a;
   product.b = b;
@@ -31,7 +31,7 @@ void wgmma_ss(uint64_t a, uint64_t b, uint32_t* c, bool keep) {
 
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TransposedA, bool TransposedB, int SignA = 1,
           int SignB = 1>
-void wgmma_rs(const uint32_t* a, uint64_t b, uint32_t* c, bool keep) {
+EMU_INSTRUCTION void wgmma_rs(const uint32_t* a, uint64_t b, uint32_t* c, bool keep) {
   static_assert(!TransposedA);
   emu::Product product = wgmma_shape<A, B, C, M, N, K, TransposedA, TransposedB, SignA, SignB>();
   product.registers = a;
