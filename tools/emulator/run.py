@@ -16,6 +16,10 @@ from .errors import EmulationError
 from .host import HostPlan, evaluate, read
 from .program import Argument, Program, TensorMap
 
+#: Races that change nothing, as regular expressions of their reports.  Rows of K past the end of a sequence become zero
+#: while products with K as a K-major operand read them, of which only the columns of absent tokens depend on them.
+BENIGN_RACES = ("clear_rows.*false, false, 1, 1>", "false, false, 1, 1>.*clear_rows")
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -25,7 +29,7 @@ class Kernel:
     program: Program
     flush_denormals: bool
 
-    def __call__(self, *, seed: int = 0, allowed: Sequence[str] = (), **arguments: torch.Tensor | int | float) -> None:
+    def __call__(self, *, seed: int = 0, allowed: Sequence[str] = BENIGN_RACES, **arguments: torch.Tensor | int | float) -> None:
         """One launch, writing outputs in place.  Raises EmulationError: see `Program.launch` and `HostPlan.bind`."""
         symbols = self.plan.bind(arguments)
         tensors = {p.name: arguments[p.name] for p in self.plan.parameters if p.shape}
