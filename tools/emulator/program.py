@@ -155,7 +155,11 @@ class Program:
         )  # fmt: skip
         if self._run(ctypes.byref(launch)):
             first, *races = re.split(r"\n(?=data race)", self._located(error.value.decode()))
-            races = {race.partition("\n")[2]: race for race in races if not any(re.search(x, race, re.DOTALL) for x in allowed)}
+            races = {
+                race.partition("\n")[2]: race
+                for race in races
+                if not any(re.search(x, race, re.DOTALL) for x in allowed)
+            }
             said = [text for text in (first, *races.values()) if text]
             if said:
                 raise EmulationError("\n".join([f"{self.kernel}, seed {seed}: {said[0]}", *said[1:]]))

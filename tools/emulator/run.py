@@ -29,7 +29,9 @@ class Kernel:
     program: Program
     flush_denormals: bool
 
-    def __call__(self, *, seed: int = 0, allowed: Sequence[str] = BENIGN_RACES, **arguments: torch.Tensor | int | float) -> None:
+    def __call__(
+        self, *, seed: int = 0, allowed: Sequence[str] = BENIGN_RACES, **arguments: torch.Tensor | int | float
+    ) -> None:
         """One launch, writing outputs in place.  Raises EmulationError: see `Program.launch` and `HostPlan.bind`."""
         symbols = self.plan.bind(arguments)
         tensors = {p.name: arguments[p.name] for p in self.plan.parameters if p.shape}
