@@ -149,19 +149,25 @@ void move_matrices(uint32_t address, uint32_t* registers, int count, bool transp
   const char* who = store ? "stmatrix" : "ldmatrix";
   if (lane() < unsigned(count) * 8) {
     shared_pointer(address, 16, 16, who);
-    races::access(address, 16, store, mine.place);
+    if (store) races::access(address, 16, true, mine.place);
   }
   collective(who, 0xffffffffu, &mine, [](void* const* lanes, uint32_t) {
     const Arguments& first = *static_cast<Arguments*>(lanes[0]);
     for (int matrix = 0; matrix < first.count; ++matrix)
       for (int row = 0; row < 8; ++row) {
-        char* place = raw(static_cast<Arguments*>(lanes[matrix * 8 + row])->address);
+        const uint32_t address = static_cast<Arguments*>(lanes[matrix * 8 + row])->address;
+        char* place = raw(address);
         for (int column = 0; column < 8; ++column) {
           const int r = first.transposed ? column : row, c = first.transposed ? row : column;
           uint32_t& word = static_cast<Arguments*>(lanes[r * 4 + c / 2])->registers[matrix];
           char* half = reinterpret_cast<char*>(&word) + c % 2 * 2;
-          if (first.store) std::memcpy(place + column * 2, half, 2);
-          else std::memcpy(half, place + column * 2, 2);
+          if (first.store) {
+            std::memcpy(place + column * 2, half, 2);
+          } else {  // whoever gets an element has read it, whoever brought the address
+            const unsigned thread = this_warp().first + r * 4 + c / 2;
+            races::access_by(thread, address + column * 2, 2, false, static_cast<Arguments*>(lanes[r * 4])->place);
+            std::memcpy(half, place + column * 2, 2);
+          }
         }
       }
   });

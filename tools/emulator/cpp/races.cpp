@@ -182,11 +182,15 @@ void ended(Knowledge& gathered, const Operation& operation) {
   gathered.seen[operation.agent] = std::max(gathered.seen[operation.agent], operation.moment);
 }
 
-void access(uint32_t address, uint32_t bytes, bool write, const void* place) {
+void access_by(unsigned thread, uint32_t address, uint32_t bytes, bool write, const void* place) {
   if (!r.on) return;
-  const Knowledge& mine = r.knowledge[this_thread()];
-  const Moment now{uint16_t(this_thread()), false, mine.seen[this_thread()], place};
-  for (uint32_t a = address / kCell * kCell; a < address + bytes; a += kCell) touch(a, now, write, mine);
+  const Knowledge& knowledge = r.knowledge[thread];
+  const Moment now{uint16_t(thread), false, knowledge.seen[thread], place};
+  for (uint32_t a = address / kCell * kCell; a < address + bytes; a += kCell) touch(a, now, write, knowledge);
+}
+
+void access(uint32_t address, uint32_t bytes, bool write, const void* place) {
+  if (r.on) access_by(this_thread(), address, bytes, write, place);
 }
 
 void access(uint32_t address, uint32_t bytes, bool write, const Operation& operation) {

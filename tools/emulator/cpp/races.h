@@ -48,8 +48,9 @@ void ended(Knowledge& gathered, const Operation& operation);
 // The races found since `start`, each pair of places once.
 std::string found();
 
-// Accesses to shared addresses.  `place`: a code address to report.
+// Accesses to shared addresses, by the running thread or another.  `place`: a code address to report.
 void access(uint32_t address, uint32_t bytes, bool write, const void* place = nullptr);
+void access_by(unsigned thread, uint32_t address, uint32_t bytes, bool write, const void* place);
 void access(uint32_t address, uint32_t bytes, bool write, const Operation& operation);
 
 }  // namespace emu::races
