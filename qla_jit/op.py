@@ -14,11 +14,12 @@ import torch
 from . import build, device_indices, env, launch, plan, runtime
 from .activation import Activation, ActivationKernel, Modes
 from .artifacts import Artifact, ArtifactStore
-from .config import CHUNK_SIZES, FORWARD_KERNELS, OpConfig
+from .config import CHUNK_SIZES, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
 from .db import Database, Match, open_db
 from .errors import KernelMissingError, UnsupportedError
 from .schedule import Schedule
 from .spec import KernelSpec
+from .split import EXACT, SplitForward, cut_batch
 from .workspace import Layout, Workspace, intermediates
 
 _MAX_CACHED_CHOICES = 1024
@@ -74,14 +75,20 @@ class CompiledOp:
         kernels: dict[str, CompiledKernel],
         options: tuple[plan.Option, ...] = (),
         variants: dict[Schedule, CompiledKernel] | None = None,
+        load_split: Callable[[], dict[str, CompiledKernel]] = dict,
     ):
-        """kernels: one per name.  options, variants: what `plan` may choose from for `fused_forward` instead."""
+        """kernels: one per name.  options, variants: what `plan` may choose from for `fused_forward` instead.
+
+        load_split: the kernels of `SPLIT_KERNELS` by name, asked for when a batch is first cut.
+        """
         self.config = config
         self.chunk_size = chunk_size
         self.kernels = kernels
         self.options = options
         self.variants = {kernels["fused_forward"].spec.schedule: kernels["fused_forward"], **(variants or {})}
         self._chosen: dict[tuple, Callable[..., None]] = {}
+        self._load_split = load_split
+        self._splits: dict[tuple, SplitForward] = {}
         self._kkt_inverse = kernels["kkt_inverse"].entry
         self._problem = kernels["fused_forward"].spec.problem
         self._state_dtype = launch.torch_dtype(config.state_dtype)
@@ -115,7 +122,7 @@ class CompiledOp:
         q, k ``[T, H, K]``, v ``[T, HV, V]`` in the config's dtype; g, beta ``[T, HV]`` fp32; bounds ``[N + 1]`` int32,
         cumulative lengths on the device; initial_state in the config's layout and state_dtype.  All contiguous.
         cu_host: the same lengths on the host, which decide between several tuned schedules of `fused_forward`; or
-        forward: what `choose` answered for them.
+        forward: what `choose` or `split` answered for them.
         state_rows: ``[N]`` int32; initial_state is a pool then, and final states go back to it.
         activation: what is done to q, k, g and beta first; g and beta are in the dtypes of the config then.
         out, final_state_out, checkpoints: where results are written.  workspace: where intermediates are.
@@ -123,11 +130,18 @@ class CompiledOp:
         """
         device, sequences = q.device, bounds.shape[0] - 1
         modes = None if activation is None else Modes.of(activation, g.dtype, beta.dtype)
+        if forward is None:
+            forward = self.choose(cu_host, device)
+        is_split = isinstance(forward, SplitForward)
         layout = self._layout(q.shape[0], sequences, modes)
+        if is_split:
+            layout = forward.scratch + layout
         if workspace is not None:
-            a, log_gates, *activated = workspace.take(layout, device)
+            taken = workspace.take(layout, device)
         else:
-            a, log_gates, *activated = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
+            taken = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
+        scratch = taken[: len(forward.scratch)] if is_split else ()
+        a, log_gates, *activated = taken[len(scratch) :]
         if out is None:
             out = torch.empty_like(v)
         absent = self._absent_state(device)
@@ -149,15 +163,13 @@ class CompiledOp:
             checkpoint_rows, states, every = state_rows, absent, 0
         else:
             checkpoint_rows, states, every = checkpoints.rows, checkpoints.states, checkpoints.every // self.chunk_size
-        if forward is None:
-            forward = self.choose(cu_host, device)
         if activation is not None:
             q, k, g, beta = self._activation(activation, modes, activated, q, k, g, beta)
         self._kkt_inverse(k, beta, g, bounds, a, log_gates)
         forward(
             q, k, v, a, log_gates, bounds, state_rows, checkpoint_rows, initial, final, states, out,
             self.config.head_dim_k**-0.5 if scale is None else scale,
-            int(initial_state is not None), int(output_final_state), every,
+            int(initial_state is not None), int(output_final_state), every, *scratch,
         )  # fmt: skip
         return out, final if output_final_state else None
 
@@ -180,6 +192,35 @@ class CompiledOp:
                 self._chosen.clear()
             found = self._chosen[cu_host, device] = self.variants[schedule].entry
         return found
+
+    def split(
+        self,
+        cu_host: tuple[int, ...],
+        segment_chunks: int | None,
+        device: torch.device,
+        window: str | float = EXACT,
+    ) -> SplitForward | None:
+        """``forward`` for sequences cut into segments of at most ``segment_chunks`` chunks; None where that cuts none.
+
+        window: "exact", or the factor in (0, 1) by which what is dropped may still count in a segment's start state.
+        Kept per content.  Raises UnsupportedError where no kernel can split, KernelMissingError in strict mode.
+        """
+        key = cu_host, segment_chunks, device, window
+        if key not in self._splits:
+            kernels = self._split_kernels()
+            lengths = [end - start for start, end in zip(cu_host, cu_host[1:])]
+            segments = cut_batch(kernels["segment_forward"].spec.problem, lengths, segment_chunks)
+            if len(self._splits) >= _MAX_CACHED_CHOICES:
+                self._splits.clear()
+            entries = {name: kernel.entry for name, kernel in kernels.items()}
+            heads = self.config.num_value_heads
+            self._splits[key] = SplitForward(entries, segments, heads, window, device) if segments.is_cut else None
+        return self._splits[key]
+
+    def _split_kernels(self) -> dict[str, CompiledKernel]:
+        if not set(SPLIT_KERNELS) <= set(self.kernels):
+            self.kernels |= self._load_split()
+        return {name: self.kernels[name] for name in SPLIT_KERNELS}
 
     def _layout(self, tokens: int, sequences: int, modes: Modes | None) -> Layout:
         """Shapes and dtypes of the intermediates, and of what the activation writes."""
@@ -242,6 +283,18 @@ def select_kernels(
     return Selection(chunk_size, kernels, options)
 
 
+def select_split(
+    config: OpConfig, db: Database | None = None, schedules: dict[str, Schedule] | None = None
+) -> dict[str, tuple[KernelSpec, Match | None]]:
+    """Choose the kernels that split sequences for ``config``; arguments and errors as in `compile`."""
+    db, found = open_db() if db is None else db, {}
+    for name in SPLIT_KERNELS:
+        problem = config.problem(name)
+        match = None if schedules and name in schedules else db.lookup(problem)
+        found[name] = KernelSpec(problem, schedules[name] if match is None else match.schedule), match
+    return found
+
+
 def compile(
     config: OpConfig,
     db: Database | None = None,
@@ -260,7 +313,10 @@ def compile(
     kernels = {name: load(spec, match) for name, (spec, match) in chosen.kernels.items()}
     match = chosen.kernels["fused_forward"][1]
     variants = {spec.schedule: load(spec, match) for spec in chosen.variants}
-    return CompiledOp(config, chosen.chunk_size, kernels, chosen.options, variants)
+    load_split = lambda: {
+        name: load(spec, match) for name, (spec, match) in select_split(config, db, schedules).items()
+    }
+    return CompiledOp(config, chosen.chunk_size, kernels, chosen.options, variants, load_split)
 
 
 @dataclass(frozen=True)

@@ -64,15 +64,12 @@ class SplitForward:
 
     def __call__(
         self, q, k, v, a, log_gates, bounds, state_rows, checkpoint_rows, initial, final, checkpoints, o, scale,
-        has_initial, has_final, chunks_per_checkpoint, scratch=None,
+        has_initial, has_final, chunks_per_checkpoint, starts, decays,
     ) -> None:  # fmt: skip
-        """Arguments as `launch` lists them for `fused_forward`; scratch: tensors of `self.scratch`, else allocated.
+        """Arguments as `launch` lists them for `fused_forward`; starts, decays: tensors as in `self.scratch`.
 
         o must share no memory with the inputs.
         """
-        if scratch is None:
-            scratch = [torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in self.scratch]
-        starts, decays = scratch
         self._state(
             k, v, a, log_gates, bounds, self._table, state_rows, initial, starts, decays, o, has_initial,
             self._log_tolerance,

@@ -30,11 +30,7 @@ PARAMETERS = (Parameter("stages_d", (2, 4, 6), 4, "tiles of D in flight; a segme
 
 
 def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
-    """Warps in thread order."""
-    return (
-        Role("state", 4, 248, "64 columns of S: the scan"),
-        Role("load", 1, 248, "TMA loads of D"),
-    )
+    return (Role("scan", 5, 248, "warps 0 to 3: 64 columns of S; warp 4: TMA loads of D"),)
 
 
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:

@@ -37,13 +37,15 @@ from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE
 NAME = "segment_state_sm90"
 STAGES_A = 2
 STAGES_V = 2
-REGISTERS = ("24/104/192", "40/168/240", "40/216/240")  # load/operands/state, as in fused_forward
+
+#: load/operands/state registers per thread.  Two state groups share 512 per lane of the register file; one has 504.
+REGISTERS = ("40/104/184", "32/96/192", "40/168/240")
 
 PARAMETERS = (
     Parameter("columns", (64, 128), 128, "columns of [V | K] that one CTA owns, 64 per state group"),
     Parameter("stages_k", (2, 3), 3, "K and gate stages"),
     Parameter("stages_x", (1, 2), 2, "X stages between `operands` and `state`"),
-    Parameter("registers", REGISTERS, "24/104/192", "registers per thread of load, operands and each state group"),
+    Parameter("registers", REGISTERS, "40/104/184", "registers per thread of load, operands and each state group"),
 )
 
 
