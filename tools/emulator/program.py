@@ -20,8 +20,9 @@ from .rewrite import rewrite
 
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-std=c++20", "-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden", "-w")
-KERNEL_FLAGS = ("-O1", "-g1", "-ftrivial-auto-var-init=pattern")  # what a kernel never wrote is huge
-MACHINE_FLAGS = ("-O3",)
+#: By the last flag, what a kernel never wrote is huge.
+KERNEL_FLAGS = ("-include", "ptx.h", "-O1", "-g1", "-ftrivial-auto-var-init=pattern")
+MACHINE_FLAGS = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic")
 RACE_FLAGS = ("-fsanitize=thread",)  # calls a hook of ours at every access; libtsan is not linked
 CACHE_VARIABLE = "QLA_EMULATOR_CACHE"
 ERROR_BYTES = 1 << 16
@@ -105,10 +106,12 @@ class Program:
 
     def __init__(self, source: str, kernel: str, cache: str | Path | None = None, races: bool = True):
         self.source, self.kernel, self.races = source, kernel, races
-        text = f'#include "ptx.h"\n#line 1 "{TEXT}"\n{rewrite(source)}\n{_ENTRY.format(kernel=kernel)}'
+        text = f"{rewrite(source)}\n{_ENTRY.format(kernel=kernel)}"
         folder, flags = _cache_folder(cache), (*KERNEL_FLAGS, *(RACE_FLAGS if races else ()))
-        objects = [_object(folder, path.read_text(), MACHINE_FLAGS) for path in sorted(SOURCES.glob("*.cpp"))]
-        self._library = _library(folder, [_object(folder, text, flags), *objects])
+        objects = [
+            _object(folder, path.read_text(), path.name, MACHINE_FLAGS) for path in sorted(SOURCES.glob("*.cpp"))
+        ]
+        self._library = _library(folder, [_object(folder, text, TEXT, flags), *objects])
         self._run = ctypes.CDLL(str(self._library)).emu_run
 
     def launch(
@@ -190,8 +193,9 @@ class Program:
 
 TEXT = "kernel.cu"  # what line numbers are of
 _CODE = r"\[\+(0x[0-9a-f]+)\]"
-_ENTRY = """#line 1 "entry"
+_ENTRY = """
 template <typename... A, std::size_t... I>
+__attribute__((no_sanitize_thread))
 static void emu_call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {{
   kernel(*static_cast<std::remove_cv_t<std::remove_reference_t<A>>*>(arguments[I])...);
 }}
@@ -244,20 +248,20 @@ def _headers() -> bytes:
     return b"\0".join(path.read_bytes() for path in files)
 
 
-def _object(folder: Path, text: str, flags: Sequence[str]) -> Path:
-    """The object file that g++ makes of a text."""
+def _object(folder: Path, text: str, name: str, flags: Sequence[str]) -> Path:
+    """The object file that g++ makes of a text; ``name``: of its file, for line numbers."""
     flags = (*FLAGS, *flags, "-c", f"-I{SOURCES}", f"-I{SOURCES / 'include'}")
     digest = hashlib.sha256("\0".join((text, *flags)).encode() + _headers()).hexdigest()[:24]
-    return _made(folder / f"{digest}.o", flags, [], text)
+    return _made(folder / f"{digest}.o", flags, [], text, name)
 
 
 def _library(folder: Path, objects: list[Path]) -> Path:
     """The shared library of some object files."""
     digest = hashlib.sha256("\0".join(path.name for path in objects).encode()).hexdigest()[:24]
-    return _made(folder / f"{digest}.so", ("-shared", "-ldl"), objects, "")
+    return _made(folder / f"{digest}.so", ("-shared", "-ldl"), objects, "", "")
 
 
-def _made(file: Path, flags: Sequence[str], objects: list[Path], text: str) -> Path:
+def _made(file: Path, flags: Sequence[str], objects: list[Path], text: str, name: str) -> Path:
     """``file``, made by g++ unless it is there; published by one rename."""
     if file.exists():
         return file
@@ -265,10 +269,12 @@ def _made(file: Path, flags: Sequence[str], objects: list[Path], text: str) -> P
     if gxx is None:
         raise EmulationError("g++ must be on PATH to emulate a kernel; install it.")
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-        source, output = Path(scratch) / "text.cpp", Path(scratch) / file.name
-        source.write_text(text)
-        inputs = [str(path) for path in objects] or [str(source)]
-        done = subprocess.run([gxx, *inputs, *flags, "-o", str(output)], capture_output=True, text=True, check=False)
+        output = Path(scratch) / file.name
+        inputs = [str(path) for path in objects]
+        if text:
+            inputs = ["-x", "c++", str(Path(scratch) / name)]
+            (Path(scratch) / name).write_text(text)
+        done = subprocess.run([gxx, *flags, *inputs, "-o", str(output)], capture_output=True, text=True, check=False)
         if done.returncode:
             said = "\n".join(line for line in done.stderr.splitlines() if "error" in line) or done.stderr
             raise EmulationError(f"g++ must compile the text, but it said:\n{said[:4000]}")

@@ -12,9 +12,9 @@ namespace {
 
 const char* buffer_of_guard(const char* address, const char** side) {
   for (const Buffer& b : m.buffers) {
-    if (address >= b.outer - kPage && address < b.outer) return *side = "before the start", b.name.c_str();
+    if (address >= b.outer - kGuard && address < b.outer) return *side = "before the start", b.name.c_str();
     char* end = b.outer + b.outer_bytes;
-    if (address >= end && address < end + kPage) return *side = "past the end", b.name.c_str();
+    if (address >= end && address < end + kGuard) return *side = "past the end", b.name.c_str();
   }
   return nullptr;
 }
@@ -73,8 +73,8 @@ void place(Buffer& b) {
   const size_t padded = (b.bytes + 15) / 16 * 16;
   b.outer_bytes = (padded + kPage - 1) / kPage * kPage;
   char* mapped = static_cast<char*>(
-      mmap(nullptr, b.outer_bytes + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  b.outer = mapped + kPage;
+      mmap(nullptr, b.outer_bytes + 2 * kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  b.outer = mapped + kGuard;
   b.data = b.outer + b.outer_bytes - padded;
   if (!b.outer_bytes) return;
   mprotect(b.outer, b.outer_bytes, PROT_READ | PROT_WRITE);
@@ -94,7 +94,7 @@ void take_back(Buffer& b) {
     }
   }
   if (b.bytes) std::memcpy(b.source, b.data, b.bytes);
-  munmap(b.outer - kPage, b.outer_bytes + 2 * kPage);
+  munmap(b.outer - kGuard, b.outer_bytes + 2 * kGuard);
 }
 
 void* dynamic_shared() { return raw(m.dynamic.address); }

@@ -85,7 +85,7 @@ void product_issue(const Product& product) {
     Issued issued;
     issued.product = static_cast<Arguments*>(lanes[0])->product;
     const Product& p = issued.product;
-    if (!warp.fenced) fail("wgmma: warpgroup_arrive must come between the last wait and a product");
+    if (!warp.fenced) fail("wgmma: warpgroup_arrive must come before the first product of a group");
     if (!p.registers) check_span(p.a, "wgmma");
     check_span(p.b, "wgmma");
     for (int i = 0; i < 32; ++i) {
@@ -119,6 +119,7 @@ void product_commit() {
     Warp& warp = this_warp();
     warp.open_groups.push_back(warp.uncommitted);
     warp.uncommitted = 0;
+    warp.fenced = false;
   });
 }
 
@@ -130,7 +131,6 @@ void product_wait(int pending) {
     while (warp.open_groups.size() > stay) warp.open_groups.erase(warp.open_groups.begin());
     for (size_t products : warp.open_groups) kept += products;
     if (warp.products.size() > kept) execute_first(warp, warp.products.size() - kept);
-    warp.fenced = false;
     races::Operation last;
     last.agent = m.threads.size() + warp.first / 32;
     last.moment = warp.issued - kept;
@@ -197,9 +197,9 @@ uint16_t to_half(float value) {
 void check_products() {
   for (size_t w = 0; w < m.warps.size(); ++w) {
     const Warp& warp = m.warps[w];
-    if (!warp.products.empty() || warp.uncommitted)
-      m.error = say("warp %zu of block %u exited with %zu products that it did not wait for", w, blockIdx.x,
-                    warp.products.size());
+    size_t open = warp.uncommitted;
+    for (size_t products : warp.open_groups) open += products;
+    if (open) m.error = say("warp %zu of block %u exited with %zu products that it did not wait for", w, blockIdx.x, open);
     if (warp.issued != m.groups[w / 4].size())
       m.error = say("warp %zu of block %u issued %zu products, another warp of its group %zu", w, blockIdx.x,
                     warp.issued, m.groups[w / 4].size());

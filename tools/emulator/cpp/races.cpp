@@ -204,6 +204,9 @@ void access(uint32_t address, uint32_t bytes, bool write, const Operation& opera
 
 // ---- Hooks that g++ calls at every access of a kernel compiled with -fsanitize=thread.
 
+// The first and last bytes of this library, by the linker.
+extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start, _end;
+
 namespace {
 
 using namespace emu;
@@ -217,7 +220,7 @@ void on_access(const char* pointer, size_t bytes, bool write, const void* place)
     return;
   }
   for (const Buffer& b : m.buffers) {
-    if (pointer < b.outer - kPage || pointer >= b.outer + b.outer_bytes + kPage) continue;
+    if (pointer < b.outer - kGuard || pointer >= b.outer + b.outer_bytes + kGuard) continue;
     if (pointer < b.data || pointer + bytes > b.data + b.bytes)
       fail("a thread must stay inside its tensors, but it %s %zu bytes at byte %td of the %zu of `%s`",
            write ? "wrote" : "read", bytes, pointer - b.data, b.bytes, b.name.c_str());
@@ -225,6 +228,9 @@ void on_access(const char* pointer, size_t bytes, bool write, const void* place)
       fail("an access of %zu bytes to `%s` must be aligned, but is at byte %td", bytes, b.name.c_str(), pointer - b.data);
     return;
   }
+  if (pointer < &__ehdr_start || pointer >= &_end)
+    fail("a thread must stay inside its tensors, but it %s %zu bytes at %p, which is in none of its tensors",
+         write ? "wrote" : "read", bytes, static_cast<const void*>(pointer));
 }
 
 }  // namespace

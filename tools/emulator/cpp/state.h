@@ -16,6 +16,7 @@ namespace emu {
 
 constexpr uint64_t kBarrierMark = 0x6d62617272696572;  // what the bytes of an mbarrier hold
 constexpr size_t kStackBytes = 256 << 10, kPage = 4096;
+constexpr size_t kGuard = 64 << 20;  // on both sides of a tensor
 constexpr uint32_t kSharedBase = 1024, kSharedBytes = 512 << 10;
 constexpr uint32_t kGap = 256;  // unused bytes between allocations of shared memory
 constexpr unsigned char kPoison = 0xff, kCanary = 0xa5;
@@ -97,7 +98,7 @@ struct Allocation {
 struct Buffer {
   std::string name;
   char *outer, *data, *source;
-  size_t outer_bytes, bytes;  // the outer bytes without the two guard pages around them
+  size_t outer_bytes, bytes;  // the outer bytes without the guards around them
 };
 
 // What a warp group's first warp to issue a product brought.
