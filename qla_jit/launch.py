@@ -47,6 +47,13 @@ ARGUMENTS = {
         "q", "k", "v", "a", "log_gates", "bounds", "segments", "starts", "state_rows", "checkpoint_rows", "initial",
         "final", "checkpoints", "o", "scale", "has_initial", "has_final", "chunks_per_checkpoint",
     ),
+    "recompute_state": (
+        "k", "v", "a", "log_gates", "bounds", "initial", "states", "residuals", "has_initial",
+    ),
+    "backward_state": (
+        "q", "k", "do", "a", "log_gates", "bounds", "dfinal", "dinitial", "dstates", "dv", "scale", "has_dfinal",
+        "has_dinitial",
+    ),
 }  # fmt: skip
 OUTPUTS = {
     "input_activation": ("q_out", "k_out", "g_out", "beta_out"),
@@ -55,6 +62,8 @@ OUTPUTS = {
     "segment_state": ("starts", "decays", "o"),
     "segment_correct": ("o",),
     "segment_forward": ("o", "final"),
+    "recompute_state": ("states", "residuals"),
+    "backward_state": ("dstates", "dv", "dinitial"),
 }
 
 

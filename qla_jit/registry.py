@@ -21,6 +21,8 @@ TEMPLATE_MODULES = (
     "segment_state_sm90",
     "segment_correct_sm90",
     "segment_forward_sm90",
+    "recompute_state_sm90",
+    "backward_state_sm90",
 )
 
 

@@ -32,6 +32,7 @@ from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
 from .fragments_sm90 import DECAY_FLOATS, FRAGMENTS_CUDA
+from .operands_sm90 import two_step_operands_role
 from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN
 
 NAME = "fused_forward_sm90"
@@ -162,6 +163,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
     consumers, threads, first_load = 128 * GROUPS, end["load"], end["operands"]
     rows = T.GemmWarpPolicy.FullRow
+    run_operands = two_step_operands_role(C, DK, KQ, NA, XB, dtype)
 
     def state_corner(row):
         """Where column 0 of a row of Sᵀ is in a state's last two dims."""
@@ -274,75 +276,6 @@ def prim_func(problem: Problem, schedule: Schedule):
                 "handle", f"qla::save_state<{state_strides}>", state.data,
                 T.access_ptr(final[state_rows[seq], head, *state_corner(dv0 + w * 64)], "w"),
             )  # fmt: skip
-
-    @T.macro
-    def run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, decay, tail,
-                     kq_full, kq_free, a_full, a_free, xb_full, xb_free):  # fmt: skip
-        qk = T.alloc_fragment((C, C), "float32")
-        p_op = T.alloc_fragment((C, C), dtype)
-        b = T.alloc_fragment((C, C), "float32")
-        diagonal = T.alloc_local((10,), "float32")  # of scale · Γ: see diagonal_decay
-        row_factors = T.alloc_local((2,), "float32")  # γ_C/γ of this thread's rows
-        x_left = T.alloc_fragment((C, 64), "float32")  # X by halves of 64 columns: 32 accumulators instead of 64 live
-        x_right = T.alloc_fragment((C, 64), "float32")
-        for i in T.unroll(NA):  # the quarter of Ã above the diagonal, which is not loaded
-            T.call_extern("handle", "qla::clear_units", T.access_ptr(a_s[i, 0, C // 2], "w"))
-        T.fence_proxy_async()
-        T.sync_threads(2, 128)
-        if chunks > 0:
-            T.barrier_wait(kq_full[0], 0)
-        T.call_extern("handle", "qla::forget", qk.data)
-        T.wgmma_gemm(q_s[0, :, :], k_s[0, :, :], qk, transpose_B=True, clear_accum=True, policy=rows)
-        T.wait_wgmma(0)
-        T.call_extern("handle", "qla::lower_operand", qk.data, p_op.data)
-        for i in T.serial(chunks):
-            kq, aa, xb, ahead = i % KQ, i % NA, i % XB, (i + 1) % KQ
-            if length - i * C < C:  # rows of the next sequence: 0 · NaN would reach X
-                T.call_extern("handle", "qla::clear_rows", T.access_ptr(k_s[kq, 0, 0], "rw"), DK, length - i * C)
-                T.fence_proxy_async()
-                T.sync_threads(2, 128)
-            T.barrier_wait(a_full[aa], (i // NA) % 2)
-            T.call_extern("handle", "qla::forget", b.data)
-            T.wgmma_gemm(p_op, a_s[aa, :, :], b, clear_accum=True, policy=rows)
-            T.call_extern("handle", "qla::load_row_factors", row_factors.data, T.access_ptr(tail[kq, 0], "r"))
-            T.call_extern(
-                "handle", "qla::diagonal_decay", diagonal.data, T.access_ptr(log_gamma[kq, 0], "r"),
-                T.access_ptr(decay[kq, 0], "r"), scale,
-            )  # fmt: skip
-            T.wait_wgmma(0)
-            T.call_extern("handle", "qla::forget", x_left.data)
-            T.wgmma_gemm(a_s[aa, :, :], k_s[kq, :, 0:64], x_left, transpose_A=True, clear_accum=True, policy=rows)
-            T.barrier_wait(xb_free[xb], (i // XB + 1) % 2)
-            T.call_extern(
-                "handle", "qla::store_decayed", b.data, diagonal.data, T.access_ptr(decay[kq, 0], "r"),
-                T.access_ptr(b_s[xb, 0, 0], "w"),
-            )  # fmt: skip
-            if DK == 128:
-                T.call_extern("handle", "qla::forget", x_right.data)
-                T.wgmma_gemm(
-                    a_s[aa, :, :], k_s[kq, :, 64:128], x_right, transpose_A=True, clear_accum=True, policy=rows
-                )
-                T.wait_wgmma(1)
-                T.call_extern(
-                    "handle", "qla::store_scaled_rows", x_left.data, row_factors.data,
-                    T.access_ptr(x_s[xb, 0, 0], "w"), 0,
-                )  # fmt: skip
-            # The next chunk's Q Kᵀ runs behind the last store; past the end its operands are stale and unused.
-            if i + 1 < chunks:
-                T.barrier_wait(kq_full[ahead], ((i + 1) // KQ) % 2)
-            T.call_extern("handle", "qla::forget", qk.data)
-            T.wgmma_gemm(q_s[ahead, :, :], k_s[ahead, :, :], qk, transpose_B=True, clear_accum=True, policy=rows)
-            T.wait_wgmma(1)
-            T.call_extern(
-                "handle", "qla::store_scaled_rows", (x_right if DK == 128 else x_left).data,
-                row_factors.data, T.access_ptr(x_s[xb, 0, 0], "w"), DK - 64,
-            )  # fmt: skip
-            T.fence_proxy_async()
-            T.barrier_arrive(xb_full[xb])
-            T.barrier_arrive(kq_free[kq])
-            T.barrier_arrive(a_free[aa])
-            T.wait_wgmma(0)
-            T.call_extern("handle", "qla::lower_operand", qk.data, p_op.data)
 
     @T.macro
     def run_store(w, chunks, length, warmup, token0, head, dv0, o_s, o, o_full, o_free):
@@ -535,7 +468,7 @@ TEMPLATE = Template(
     barriers=barriers,
     work=work,
     prim_func=prim_func,
-    sources=("fused_forward_sm90.py", "fragments_sm90.py"),
+    sources=("fused_forward_sm90.py", "operands_sm90.py", "fragments_sm90.py"),
     unsupported=unsupported,
     adapt=adapt,
     pass_configs={"TL_DISABLE_THREAD_STORAGE_SYNC": True, "TL_ENABLE_FAST_MATH": True},

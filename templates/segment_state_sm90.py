@@ -32,6 +32,7 @@ from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
 from .fragments_sm90 import FRAGMENTS_CUDA
+from .operands_sm90 import operands_role
 from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN, deviation_tile
 
 NAME = "segment_state_sm90"
@@ -155,6 +156,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
     consumers, threads, first_load = 128 * GROUPS, end["load"], end["operands"]
     rows = T.GemmWarpPolicy.FullRow
+    run_operands = operands_role(C, DK, KS, NA, XS, whole_chunks=True)
 
     def state_corner(row):
         """Where column 0 of a row of Sᵀ is in a state's last two dims."""
@@ -222,44 +224,6 @@ def prim_func(problem: Problem, schedule: Schedule):
                         T.access_ptr(o[segment_token + rounded + column, head, rounded_panel * 64], "w"),
                         T.access_ptr(o[segment_token + lost + column, head, lost_panel * 64], "w"), pitch,
                     )  # fmt: skip
-
-    @T.macro
-    def run_operands(chunks, k_s, a_s, x_s, tail, k_full, k_free, a_full, a_free, x_full, x_free):
-        row_factors = T.alloc_local((2,), "float32")  # γ_C/γ of this thread's rows
-        x_left = T.alloc_fragment((C, 64), "float32")
-        x_right = T.alloc_fragment((C, 64), "float32")
-        for i in T.unroll(NA):  # the quarter of Ã above the diagonal, which is not loaded
-            T.call_extern("handle", "qla::clear_units", T.access_ptr(a_s[i, 0, C // 2], "w"))
-        T.fence_proxy_async()
-        T.sync_threads(2, 128)
-        for i in T.serial(chunks):
-            kk, aa, xx = i % KS, i % NA, i % XS
-            T.barrier_wait(k_full[kk], (i // KS) % 2)
-            T.barrier_wait(a_full[aa], (i // NA) % 2)
-            T.call_extern("handle", "qla::forget", x_left.data)
-            T.wgmma_gemm(a_s[aa, :, :], k_s[kk, :, 0:64], x_left, transpose_A=True, clear_accum=True, policy=rows)
-            if DK == 128:
-                T.call_extern("handle", "qla::forget", x_right.data)
-                T.wgmma_gemm(
-                    a_s[aa, :, :], k_s[kk, :, 64:128], x_right, transpose_A=True, clear_accum=True, policy=rows
-                )
-            T.call_extern("handle", "qla::load_row_factors", row_factors.data, T.access_ptr(tail[kk, 0], "r"))
-            T.barrier_wait(x_free[xx], (i // XS + 1) % 2)
-            if DK == 128:
-                T.wait_wgmma(1)
-                T.call_extern(
-                    "handle", "qla::store_scaled_rows", x_left.data, row_factors.data,
-                    T.access_ptr(x_s[xx, 0, 0], "w"), 0,
-                )  # fmt: skip
-            T.wait_wgmma(0)
-            T.call_extern(
-                "handle", "qla::store_scaled_rows", (x_right if DK == 128 else x_left).data, row_factors.data,
-                T.access_ptr(x_s[xx, 0, 0], "w"), DK - 64,
-            )  # fmt: skip
-            T.fence_proxy_async()
-            T.barrier_arrive(x_full[xx])
-            T.barrier_arrive(k_free[kk])
-            T.barrier_arrive(a_free[aa])
 
     @T.prim_func
     def segment_state(
@@ -349,7 +313,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                           k_s, v_s, x_s, gamma, factor, k_full, k_free, v_full, v_free, x_full, x_free)  # fmt: skip
             elif tx < end["operands"]:
                 T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
-                run_operands(chunks, k_s, a_s, x_s, tail, k_full, k_free, a_full, a_free, x_full, x_free)
+                run_operands(chunks, chunks * C, k_s, a_s, x_s, tail, k_full, k_free, a_full, a_free, x_full, x_free)
             else:
                 T.set_max_nreg(registers["load"], 0)
                 if tx < first_load + 32:
@@ -417,7 +381,7 @@ TEMPLATE = Template(
     barriers=barriers,
     work=work,
     prim_func=prim_func,
-    sources=("segment_state_sm90.py", "segments_sm90.py", "fragments_sm90.py"),
+    sources=("segment_state_sm90.py", "operands_sm90.py", "segments_sm90.py", "fragments_sm90.py"),
     unsupported=unsupported,
     adapt=adapt,
     pass_configs={"TL_DISABLE_THREAD_STORAGE_SYNC": True, "TL_ENABLE_FAST_MATH": True},

@@ -1,0 +1,86 @@
+"""What the Hopper kernels of the backward share beyond `fragments_sm90`: operands in registers leave as tiles."""
+
+STORES_CUDA = r"""
+namespace qla {
+
+// A register operand A of `Columns` columns -> 64 rows of a swizzled tile, by one warp group.
+template <int Columns, typename Element>
+__device__ __forceinline__ void store_operand(const Element* operand, Element* tile) {
+  const unsigned* words = reinterpret_cast<const unsigned*>(operand);
+#pragma unroll
+  for (int block = 0; block < Columns / 16; ++block) store_block(words + block * 4, tile, block * 16);
+}
+
+// A register operand A, 16 rows of this warp and 64 columns -> columns `column0` .. + 15 of a swizzled [64, 64] tile.
+template <typename Operand, typename Element>
+__device__ __forceinline__ void store_operand_transposed(const Operand* operand, Element* tile, int column0) {
+  const int lane = threadIdx.x & 31, matrix = lane >> 3, row = lane & 7;
+  const unsigned* words = reinterpret_cast<const unsigned*>(operand);
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    const unsigned address = unit_address(tile, block * 16 + (matrix >> 1) * 8 + row, column0 + (matrix & 1) * 8);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(words[block * 4]), "r"(words[block * 4 + 1]), "r"(words[block * 4 + 2]), "r"(words[block * 4 + 3])
+                 : "memory");
+  }
+}
+
+// operand <- columns `column0` .. + 15 of a tile, transposed, for this warp: a register operand A whose rows are the
+// tile's columns and whose columns are its 64 tokens.  Tokens from `valid` on become 0, whatever the tile holds there.
+template <typename Element>
+__device__ __forceinline__ void load_operand(Element* operand, const Element* tile, int column0, int valid) {
+  unsigned* words = reinterpret_cast<unsigned*>(operand);
+  load_values(words, tile, column0);
+  if (valid < 64) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int token = (i >> 1) * 8 + (threadIdx.x & 3) * 2;
+      if (token >= valid) words[i] = 0u;
+      else if (token + 1 >= valid) words[i] &= 0xffffu;
+    }
+  }
+}
+
+// scaled <- factor[token] operand[., token], of register operands A whose columns are tokens.
+template <typename Element>
+__device__ __forceinline__ void scale_operand(const Element* operand, const float* factor, Element* scaled) {
+  const unsigned* words = reinterpret_cast<const unsigned*>(operand);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {  // 8 tokens
+    const float2 f = *reinterpret_cast<const float2*>(factor + j * 8 + (threadIdx.x & 3) * 2);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 value = unpack(words[j * 2 + i], operand);
+      reinterpret_cast<unsigned*>(scaled)[j * 2 + i] = pack(f.x * value.x, f.y * value.y, scaled);
+    }
+  }
+}
+
+// words <- acc, negative <- -factor[token] acc[., token], both rounded: a 64 x 64 accumulator whose columns are tokens
+// as two register operands A.
+template <typename Element>
+__device__ __forceinline__ void round_and_negate(const float* acc, const float* factor, unsigned* words,
+                                                 Element* negative) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {  // 8 tokens
+    const float2 f = *reinterpret_cast<const float2*>(factor + j * 8 + (threadIdx.x & 3) * 2);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* value = acc + j * 4 + i * 2;
+      words[j * 2 + i] = pack(value[0], value[1], negative);
+      reinterpret_cast<unsigned*>(negative)[j * 2 + i] = pack(-f.x * value[0], -f.y * value[1], negative);
+    }
+  }
+}
+
+// The gates of one chunk, by one warp; lane l brings log_gamma of tokens 2 l and 2 l + 1.  gamma <- 2^g;
+// tail <- 2^(g_63 - g).
+__device__ __forceinline__ void write_chunk_gates(const float* pair, float* gamma, float* tail) {
+  const int token = (threadIdx.x & 31) * 2;
+  const float end = __shfl_sync(0xffffffffu, pair[1], 31);
+  *reinterpret_cast<float2*>(gamma + token) = make_float2(exp2f(pair[0]), exp2f(pair[1]));
+  *reinterpret_cast<float2*>(tail + token) = make_float2(exp2f(end - pair[0]), exp2f(end - pair[1]));
+}
+
+}  // namespace qla
+"""

@@ -1,0 +1,349 @@
+"""States before every chunk, for the backward, on Hopper: the state recurrence of `fused_forward`; warp-specialised.
+
+    X = diag(γ_C/γ) Ãᵀ K        Y = V − diag(γ) K S        S ← γ_C S + Xᵀ Y
+
+Leaves, of each chunk, Sᵀ before it as the products read it (`states`), and Y (`residuals`), both in the dtype of V.
+
+| role      | warps  | per chunk, in order                         | waits for                  | signals              |
+| --------- | ------ | ------------------------------------------- | -------------------------- | -------------------- |
+| load      | 1      | TMA K; Ã without its zero quarter; V        | k/a/v_free                 | k/a/v_full           |
+| gates     | 1      | log γ → γ, γ_C/γ                            | k_free                     | k_full               |
+| store × n | 1 each | Sᵀ, Y tiles to memory (TMA; rows at a tail) | s/y_full                   | s/y_free             |
+| operands  | 4      | Ãᵀ K γ_C/γ → X                              | k/a_full, x_free           | x_full, k/a_free     |
+| state × n | 4 each | Sᵀ tile; K S → Y → Xᵀ Y; Y tile; S rounded  | k/v/x_full, s/y_free       | k/v/x_free, s/y_full |
+
+Stages: K and gates `stages_k`; Ã, V two each; X `stages_x`; the tiles that leave one per state group (n of them).
+Products, barriers and ptxas' rules as in `fused_forward`.  May start before `kkt_inverse` has ended (programmatic
+dependent launch).
+"""
+
+from qla_jit.config import Problem
+from qla_jit.schedule import Parameter, Role, Rule, Schedule
+from qla_jit.template import SharedBuffer, Template, Work
+
+from .backward_sm90 import STORES_CUDA
+from .fragments_sm90 import FRAGMENTS_CUDA
+from .operands_sm90 import operands_role
+
+NAME = "recompute_state_sm90"
+STAGES_A = 2
+STAGES_V = 2
+
+#: load/operands/state registers per thread.  Two state groups share 512 per lane of the register file; one has 504.
+REGISTERS = ("40/104/184", "32/96/192", "40/168/240")
+
+PARAMETERS = (
+    Parameter("dv_split", (1, 2, 4), 1, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
+    Parameter("stages_k", (2, 3), 3, "K and gate stages"),
+    Parameter("stages_x", (1, 2), 2, "X stages between `operands` and `state`"),
+    Parameter("registers", REGISTERS, "40/104/184", "registers per thread of load, operands and each state group"),
+)
+
+
+def dv_tile(problem: Problem, schedule: Schedule) -> int:
+    """Columns of d_v that one CTA owns."""
+    return problem.head_dim_v // schedule["dv_split"]
+
+
+def state_groups(problem: Problem, schedule: Schedule) -> int:
+    """Warp groups that hold the state, 64 columns of d_v each."""
+    return dv_tile(problem, schedule) // 64
+
+
+def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
+    """Warp groups in thread order; `prim_func` branches on this table."""
+    load, operands, state = (int(n) for n in schedule["registers"].split("/"))
+    groups = state_groups(problem, schedule)
+    return (
+        *(Role(f"state{w}", 4, state, f"columns {64 * w}..{64 * w + 63}: Y, S") for w in range(groups)),
+        Role("operands", 4, operands, "X, ahead of the state"),
+        Role("load", 4, load, "warp 0: TMA loads; warp 1: gates; warps 2 and 3: tiles of the state groups"),
+    )
+
+
+def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
+    c, dk, dv = problem.chunk_size, problem.head_dim_k, dv_tile(problem, schedule)
+    stages = schedule["stages_k"]
+    return (
+        SharedBuffer("k", stages * c * dk, 2),
+        SharedBuffer("a", STAGES_A * c * c, 2),
+        SharedBuffer("v", STAGES_V * c * dv, 2),
+        SharedBuffer("x", schedule["stages_x"] * c * dk, 2),
+        SharedBuffer("s", dv * dk, 2),
+        SharedBuffer("y", c * dv, 2),
+        SharedBuffer("gates", stages * 2 * c, 4),
+    )
+
+
+def barriers(problem: Problem, schedule: Schedule) -> int:
+    """mbarriers of a CTA: full and free of each ring."""
+    rings = schedule["stages_k"] + STAGES_A + STAGES_V + schedule["stages_x"]
+    return 2 * (rings + 2 * state_groups(problem, schedule))
+
+
+def work(problem: Problem, schedule: Schedule) -> Work:
+    c, dk, dv, split = problem.chunk_size, problem.head_dim_k, problem.head_dim_v, schedule["dv_split"]
+    flops = 2 * c * dk * dv * 2 + split * 2 * c * c * dk  # K S, Xt Y; X
+    inverse = 2 * c * c * 3 // 4  # without its zero quarter
+    read = 2 * c * dv + split * (2 * c * dk // problem.group_size + inverse + 4 * c)
+    return Work(flops=flops, bytes_read=read, bytes_written=2 * dk * dv + 2 * c * dv)
+
+
+def launch_registers(table: tuple[Role, ...]) -> int:
+    """Registers per thread that the launch reserves for every role: the register file over all threads, by eights."""
+    return 65536 // sum(r.threads for r in table) // 8 * 8
+
+
+def _registers_fit(problem: Problem, schedule: Schedule, arch) -> str | None:
+    table = roles(problem, schedule)
+    pool, asked = len(table) * launch_registers(table), sum(r.registers for r in table)
+    return f"warp groups ask for {asked} registers per lane, the launch reserves {pool}" if asked > pool else None
+
+
+def _registers_used(problem: Problem, schedule: Schedule, arch) -> str | None:
+    table = roles(problem, schedule)
+    pool, asked = len(table) * launch_registers(table), sum(r.registers for r in table)
+    return f"warp groups use {asked} of {pool} registers per lane; other splits use more" if asked < pool - 64 else None
+
+
+def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
+    tile = dv_tile(problem, schedule)
+    return f"head_dim_v / dv_split = {tile} is not 64 or 128" if tile not in (64, 128) else None
+
+
+RULES = (
+    Rule("dv_tile_is_one_or_two_groups", _whole_groups),
+    Rule("warp_groups_fit_the_launch", _registers_fit),
+    Rule("warp_groups_use_the_launch", _registers_used),
+)
+
+
+def adapt(problem: Problem, schedule: Schedule) -> Schedule:
+    """At most two state groups; where one is enough, it and `operands` take the registers that are over."""
+    schedule = schedule.replace(dv_split=max(1, problem.head_dim_v // 128))
+    return schedule.replace(registers="40/168/240") if state_groups(problem, schedule) == 1 else schedule
+
+
+def unsupported(problem: Problem) -> str | None:
+    return None if problem.chunk_size == 64 else f"chunk_size={problem.chunk_size} (WGMMA tiles have 64 rows)"
+
+
+def prim_func(problem: Problem, schedule: Schedule):
+    """The TileLang kernel; arguments are listed in `qla_jit.launch`."""
+    import tilelang  # no postponed annotations in this module: T.prim_func evaluates them
+    import tilelang.language as T
+
+    C, DK, DV = problem.chunk_size, problem.head_dim_k, problem.head_dim_v
+    H, HV, GROUP = problem.num_heads, problem.num_value_heads, problem.group_size
+    DVT, GROUPS, SPLIT = dv_tile(problem, schedule), state_groups(problem, schedule), schedule["dv_split"]
+    KS, XS, NA, NV = schedule["stages_k"], schedule["stages_x"], STAGES_A, STAGES_V
+    dtype, state_dtype = problem.dtype, problem.state_dtype
+    v_first = problem.state_v_first
+    state_shape = (DV, DK) if v_first else (DK, DV)
+    state_strides = f"{DK}, {DK}, 1" if v_first else f"{DK}, 1, {DV}"  # as in fused_forward
+    table = roles(problem, schedule)
+    registers = {role.name: role.registers for role in table}
+    end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
+    consumers, threads, first_load = 128 * GROUPS, end["load"], end["operands"]
+    rows = T.GemmWarpPolicy.FullRow
+    run_operands = operands_role(C, DK, KS, NA, XS)
+
+    def state_corner(row):
+        """Where column 0 of a row of Sᵀ is in a state's last two dims."""
+        return (row, 0) if v_first else (0, row)
+
+    num_tokens = T.dynamic("num_tokens")
+    num_slots = T.dynamic("num_slots")
+    num_bounds = T.dynamic("num_bounds")
+    num_initial = T.dynamic("num_initial")
+
+    @T.macro
+    def run_state(w, chunks, length, seq, head, dv0, has_initial, initial, k_s, v_s, x_s, s_s, y_s, gamma,
+                  k_full, k_free, v_full, v_free, x_full, x_free, s_full, s_free, y_full, y_free):  # fmt: skip
+        state = T.alloc_fragment((64, DK), "float32")
+        state_op = T.alloc_fragment((64, DK), dtype)
+        y = T.alloc_fragment((64, C), "float32")
+        y_op = T.alloc_fragment((64, C), dtype)
+        values = T.alloc_local((16,), "uint32")  # this warp's 16 columns of V, as packed pairs
+        first_gamma = T.alloc_local((2,), "float32")  # γ of this thread's first tokens
+        warp_row = w * 64 + ((T.get_thread_binding() // 32) % 4) * 16
+        if has_initial != 0:
+            T.call_extern(
+                "handle", f"qla::load_state<{state_strides}>", state.data,
+                T.access_ptr(initial[seq, head, *state_corner(dv0 + w * 64)], "r"),
+            )  # fmt: skip
+        else:
+            T.clear(state)
+        T.call_extern("handle", f"qla::pin<{64 * DK // 128}>", state.data)
+        T.copy(state, state_op)
+        for i in T.serial(chunks):
+            kk, va, xx = i % KS, i % NV, i % XS
+            T.barrier_wait(k_full[kk], (i // KS) % 2)
+            T.call_extern("handle", "qla::forget", y.data)
+            T.wgmma_gemm(state_op, k_s[kk, :, :], y, transpose_B=True, clear_accum=True, policy=rows)  # (K S)ᵀ
+            T.barrier_wait(s_free[w], (i + 1) % 2)
+            T.call_extern("handle", f"qla::store_operand<{DK}>", state_op.data, T.access_ptr(s_s[w, 0, 0], "w"))
+            T.fence_proxy_async()
+            T.barrier_arrive(s_full[w])
+            for r, c in T.Parallel(64, DK):
+                state[r, c] *= gamma[kk, C - 1]
+            T.barrier_wait(v_full[va], (i // NV) % 2)
+            T.call_extern("handle", "qla::load_values", values.data, T.access_ptr(v_s[va, 0, 0], "r"), warp_row)
+            T.call_extern("handle", "qla::load_factors<1>", first_gamma.data, T.access_ptr(gamma[kk, 0], "r"))
+            T.wait_wgmma(0)
+            T.call_extern(
+                "handle", "qla::subtract_from_values<1>", y.data, values.data, first_gamma.data,
+                T.access_ptr(gamma[kk, 0], "r"), length - i * C, y_op.data,
+            )  # fmt: skip
+            T.barrier_arrive(k_free[kk])
+            T.barrier_arrive(v_free[va])
+            T.barrier_wait(x_full[xx], (i // XS) % 2)
+            T.wgmma_gemm(y_op, x_s[xx, :, :], state, clear_accum=False, policy=rows)  # += Yᵀ X
+            T.barrier_wait(y_free[w], (i + 1) % 2)
+            T.call_extern(
+                "handle", "qla::store_operand_transposed", y_op.data, T.access_ptr(y_s[w, 0, 0], "w"),
+                warp_row - w * 64,
+            )  # fmt: skip
+            T.fence_proxy_async()
+            T.barrier_arrive(y_full[w])
+            T.wait_wgmma(0)
+            T.barrier_arrive(x_free[xx])
+            T.copy(state, state_op)
+
+    @T.macro
+    def run_store(w, chunks, length, token0, slot0, head, dv0, s_s, y_s, states, residuals,
+                  s_full, s_free, y_full, y_free):  # fmt: skip
+        for i in T.serial(chunks):
+            T.barrier_wait(s_full[w], i % 2)
+            T.copy(s_s[w, :, :], states[slot0 + i, head, dv0 + w * 64 : dv0 + w * 64 + 64, :])
+            T.barrier_arrive(s_free[w])
+            T.barrier_wait(y_full[w], i % 2)
+            if length - i * C >= C:
+                T.copy(
+                    y_s[w, :, :],
+                    residuals[token0 + i * C : token0 + i * C + C, head, dv0 + w * 64 : dv0 + w * 64 + 64],
+                )
+            else:
+                T.call_extern(
+                    "handle", "qla::store_rows", T.access_ptr(y_s[w, 0, 0], "r"),
+                    T.access_ptr(residuals[token0 + i * C, head, dv0 + w * 64], "w"), HV * DV, length - i * C,
+                )  # fmt: skip
+            T.barrier_arrive(y_free[w])
+
+    @T.prim_func
+    def recompute_state(
+        k: T.Tensor((num_tokens, H, DK), dtype),
+        v: T.Tensor((num_tokens, HV, DV), dtype),
+        a: T.Tensor((num_slots, HV, C, C), dtype),
+        log_gates: T.Tensor((num_slots, HV, C), "float32"),
+        bounds: T.Tensor((num_bounds,), "int32"),
+        initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
+        states: T.Tensor((num_slots, HV, DV, DK), dtype),
+        residuals: T.Tensor((num_tokens, HV, DV), dtype),
+        has_initial: T.int32,
+    ):
+        with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=threads, prelude=FRAGMENTS_CUDA + STORES_CUDA) as block:
+            k_s = T.alloc_shared((KS, C, DK), dtype)
+            a_s = T.alloc_shared((NA, C, C), dtype)
+            v_s = T.alloc_shared((NV, C, DVT), dtype)
+            x_s = T.alloc_shared((XS, C, DK), dtype)
+            s_s = T.alloc_shared((GROUPS, 64, DK), dtype)
+            y_s = T.alloc_shared((GROUPS, C, 64), dtype)
+            gamma = T.alloc_shared((KS, C), "float32", scope="shared")
+            tail = T.alloc_shared((KS, C), "float32", scope="shared")
+            layout = tilelang.layout
+            T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, s_s, y_s)})
+            T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
+            k_full = T.alloc_barrier(arrive_count=[64] * KS)
+            k_free = T.alloc_barrier(arrive_count=[consumers + 128] * KS)
+            a_full = T.alloc_barrier(arrive_count=[32] * NA)
+            a_free = T.alloc_barrier(arrive_count=[128] * NA)
+            v_full = T.alloc_barrier(arrive_count=[32] * NV)
+            v_free = T.alloc_barrier(arrive_count=[consumers] * NV)
+            x_full = T.alloc_barrier(arrive_count=[128] * XS)
+            x_free = T.alloc_barrier(arrive_count=[consumers] * XS)
+            s_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
+            s_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
+            y_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
+            y_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
+            gates = T.alloc_local((2,), "float32")  # log₂ γ of two tokens, in the gate warp
+
+            seq = block // (HV * SPLIT)
+            head = block % (HV * SPLIT) // SPLIT
+            dv0 = block % SPLIT * DVT
+            token0 = bounds[seq]
+            length = bounds[seq + 1] - token0
+            chunks = T.ceildiv(length, C)
+            slot0 = token0 // C + seq
+            tx = T.get_thread_binding()
+            if tx < end["state0"]:
+                T.set_max_nreg(registers["state0"], 1)
+                run_state(0, chunks, length, seq, head, dv0, has_initial, initial, k_s, v_s, x_s, s_s, y_s, gamma,
+                          k_full, k_free, v_full, v_free, x_full, x_free, s_full, s_free, y_full, y_free)  # fmt: skip
+            elif GROUPS == 2 and tx < end["state1"]:
+                T.set_max_nreg(registers["state1"], 1)
+                run_state(1, chunks, length, seq, head, dv0, has_initial, initial, k_s, v_s, x_s, s_s, y_s, gamma,
+                          k_full, k_free, v_full, v_free, x_full, x_free, s_full, s_free, y_full, y_free)  # fmt: skip
+            elif tx < end["operands"]:
+                T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
+                run_operands(chunks, length, k_s, a_s, x_s, tail, k_full, k_free, a_full, a_free, x_full, x_free)
+            else:
+                T.set_max_nreg(registers["load"], 0)
+                T.pdl_sync()
+                if tx < first_load + 32:
+                    for i in T.serial(chunks):
+                        kk, aa, va = i % KS, i % NA, i % NV
+                        token = token0 + i * C
+                        T.barrier_wait(k_free[kk], (i // KS + 1) % 2)
+                        T.tma_copy(k[token : token + C, head // GROUP, :], k_s[kk, :, :], barrier=k_full[kk])
+                        T.barrier_arrive(k_full[kk])
+                        T.barrier_wait(a_free[aa], (i // NA + 1) % 2)
+                        T.tma_copy(a[slot0 + i, head, :, 0 : C // 2], a_s[aa, :, 0 : C // 2], barrier=a_full[aa])
+                        T.tma_copy(
+                            a[slot0 + i, head, C // 2 : C, C // 2 : C], a_s[aa, C // 2 : C, C // 2 : C],
+                            barrier=a_full[aa],
+                        )  # fmt: skip
+                        T.barrier_arrive(a_full[aa])
+                        T.barrier_wait(v_free[va], (i // NV + 1) % 2)
+                        T.tma_copy(v[token : token + C, head, dv0 : dv0 + DVT], v_s[va, :, :], barrier=v_full[va])
+                        T.barrier_arrive(v_full[va])
+                elif tx < first_load + 64:
+                    for i in T.serial(chunks):
+                        kk = i % KS
+                        T.call_extern(
+                            "handle", "qla::load_gates", gates.data,
+                            T.access_ptr(log_gates[slot0 + i, head, 0], "r"),
+                        )  # fmt: skip
+                        T.barrier_wait(k_free[kk], (i // KS + 1) % 2)
+                        T.call_extern(
+                            "handle", "qla::write_chunk_gates", gates.data, T.access_ptr(gamma[kk, 0], "w"),
+                            T.access_ptr(tail[kk, 0], "w"),
+                        )  # fmt: skip
+                        T.barrier_arrive(k_full[kk])
+                elif tx < first_load + 96:
+                    run_store(0, chunks, length, token0, slot0, head, dv0, s_s, y_s, states, residuals,
+                              s_full, s_free, y_full, y_free)  # fmt: skip
+                elif GROUPS == 2:
+                    run_store(1, chunks, length, token0, slot0, head, dv0, s_s, y_s, states, residuals,
+                              s_full, s_free, y_full, y_free)  # fmt: skip
+
+    return recompute_state
+
+
+TEMPLATE = Template(
+    kernel="recompute_state",
+    name=NAME,
+    archs=("sm90",),
+    preferred=("sm90",),
+    parameters=PARAMETERS,
+    rules=RULES,
+    roles=roles,
+    buffers=buffers,
+    barriers=barriers,
+    work=work,
+    prim_func=prim_func,
+    sources=("recompute_state_sm90.py", "operands_sm90.py", "backward_sm90.py", "fragments_sm90.py"),
+    unsupported=unsupported,
+    adapt=adapt,
+    pass_configs={"TL_DISABLE_THREAD_STORAGE_SYNC": True, "TL_ENABLE_FAST_MATH": True},
+)
