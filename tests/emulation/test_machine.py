@@ -197,3 +197,69 @@ extern "C" __global__ void run(const float* in, {name}* out, float* back) {{
     program.launch([numbers.numel() // 256], [256], [numbers, out, back], flush_denormals=False)
     assert torch.equal(out, numbers.to(dtype))
     assert torch.equal(back, out.float())
+
+
+def test_barrier_that_data_overwrites_is_an_error_even_when_a_load_lands_late(program_of):
+    program = program_of("""
+extern "C" __global__ void run(const float* in) {
+  extern __shared__ __align__(1024) uchar tile[];
+  __shared__ uint64_t full_mem[1];
+  auto full = reinterpret_cast<Barrier*>(full_mem);
+  if (threadIdx.x == 0) {
+    full[0].init(1);
+    tl::tma_load(tile, in, full[0], 128);
+    full_mem[0] = 0;
+  }
+}""")
+    with pytest.raises(
+        EmulationError, match="a tensor load: the mbarrier at full_mem.* overwritten as if it were data"
+    ):
+        program.launch([1], [32], [torch.zeros(32)], shared_bytes=1024)
+
+
+BULK = """
+#include <tl_templates/cuda/copy.h>
+extern "C" __global__ void run(const float* in, float* out, int first, int bulk) {
+  extern __shared__ __align__(1024) uchar tile[];
+  __shared__ uint64_t full_mem[1];
+  auto full = reinterpret_cast<Barrier*>(full_mem);
+  if (threadIdx.x == 0) full[0].init(1);
+  __syncthreads();
+  if (bulk) {
+    if (threadIdx.x == 0) {
+      full[0].arrive_and_expect_tx(512);
+      tl::tma_load(tile, in + first, full[0], 512);
+    }
+    full[0].wait(0);
+    if (threadIdx.x == 0) {
+      tl::tma_store(out, tile, 512);
+      tl::tma_store_arrive();
+      tl::tma_store_wait<0>();
+    }
+  } else {
+    tl::cp_async_gs<16>(tile + threadIdx.x * 16, in + first + threadIdx.x * 4);
+    tl::cp_async_commit();
+    tl::cp_async_wait<0>();
+    __syncwarp();
+    out[threadIdx.x] = reinterpret_cast<float*>(tile)[threadIdx.x];
+    for (int i = 1; i < 4; ++i) out[i * 32 + threadIdx.x] = reinterpret_cast<float*>(tile)[i * 32 + threadIdx.x];
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("bulk", [0, 1])
+def test_copies_without_a_tensor_map(program_of, bulk):
+    program = program_of(BULK)
+    source = torch.randn(140)
+    for seed in SEEDS:
+        out = torch.zeros(128)
+        program.launch([1], [32], [source, out, 8, bulk], shared_bytes=1024, seed=seed)
+        assert torch.equal(out, source[8:136])
+    with pytest.raises(EmulationError, match="must lie in one tensor"):
+        program.launch([1], [32], [source, out, 16, bulk], shared_bytes=1024)
+
+
+def test_tensor_map_larger_than_its_tensor_is_refused():
+    with pytest.raises(EmulationError, match="all of it in the tensor"):
+        TensorMap(torch.zeros(8, 64), (64, 9), (4, 256), (32, 8), swizzle=3)

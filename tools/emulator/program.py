@@ -51,6 +51,8 @@ class TensorMap:
             "box[0] of whole 16-byte units": inner % 16 == 0,
             "box[0] within the swizzle": not self.swizzle or inner <= 16 << self.swizzle,
             "the swizzle known": self.swizzle in (0, 1, 2, 3),
+            "all of it in the tensor": element + sum((dim - 1) * step for dim, step in zip(self.dims, self.strides))
+            <= self.tensor.numel() * self.tensor.element_size(),
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         if broken:

@@ -28,8 +28,8 @@ void for_box(const TensorMap& map, const int32_t* origin, uint32_t shared, Body 
       } else {
         for (uint32_t i = 0; i < unit; ++i) {
           bool present = inside && at + i >= 0 && at + i < end;
-          body(place + i * element,
-               present ? reinterpret_cast<char*>(map.base + offset + (at + i) * element) : nullptr, element);
+          body(place + i * element, present ? reinterpret_cast<char*>(map.base + offset + (at + i) * element) : nullptr,
+               element);
         }
       }
     }
@@ -70,8 +70,10 @@ void land(const LoadCopy& copy) {
   } else {
     for_box(copy.map, copy.coordinates, shared, [&](uint32_t place, const char* global, uint32_t bytes) {
       races::access(place, bytes, true, copy.operation);
-      if (global) std::memcpy(raw(place), global, bytes);
-      else std::memset(raw(place), 0, bytes);
+      if (global)
+        std::memcpy(raw(place), global, bytes);
+      else
+        std::memset(raw(place), 0, bytes);
     });
   }
   Mbarrier& b = mbarrier_at(copy.barrier, "a tensor load");
@@ -117,7 +119,8 @@ void mbarrier_init(const void* barrier, uint32_t count) {
 void mbarrier_arrive(const void* barrier) {
   const uint32_t address = shared_address(barrier);
   Mbarrier& b = mbarrier_at(address, "mbarrier.arrive");
-  if (b.pending == 0) fail("the mbarrier at %s got more than %u arrivals in a phase", shared_name(address).c_str(), b.count);
+  if (b.pending == 0)
+    fail("the mbarrier at %s got more than %u arrivals in a phase", shared_name(address).c_str(), b.count);
   races::release(b.gathered);
   --b.pending;
   complete_phase(address, b);
@@ -151,13 +154,16 @@ static void start(LoadCopy copy, const void* place) {
   mbarrier_at(copy.barrier, "a tensor load");
   copy.operation = races::begin_copy(place);
   if (m.poison_loads) {
-    if (copy.global) std::memset(copy.shared, kPoison, copy.bytes);
+    if (copy.global)
+      std::memset(copy.shared, kPoison, copy.bytes);
     else
       for_box(copy.map, copy.coordinates, copy.shared - m.shared,
               [](uint32_t place, const char*, uint32_t bytes) { std::memset(raw(place), kPoison, bytes); });
   }
-  if (one_in(m.eager_loads)) land(copy);
-  else m.loads.push_back(copy);
+  if (one_in(m.eager_loads))
+    land(copy);
+  else
+    m.loads.push_back(copy);
 }
 
 static void start(StoreCopy copy, const void* place) {
@@ -189,6 +195,7 @@ void tensor_store(const TensorMap& map, const void* shared, const int32_t* coord
 
 void bulk_load(void* shared, const void* global, const void* barrier, uint32_t bytes) {
   if (bytes % 16 || reinterpret_cast<uint64_t>(global) % 16) fail("a bulk load must move aligned units of 16 bytes");
+  check_tensor(global, bytes, "a bulk load");
   LoadCopy copy;
   copy.shared = shared_pointer(shared_address(shared), bytes, 16, "a bulk load");
   copy.global = static_cast<const char*>(global);
@@ -199,6 +206,7 @@ void bulk_load(void* shared, const void* global, const void* barrier, uint32_t b
 
 void bulk_store(void* global, const void* shared, uint32_t bytes) {
   if (bytes % 16 || reinterpret_cast<uint64_t>(global) % 16) fail("a bulk store must move aligned units of 16 bytes");
+  check_tensor(global, bytes, "a bulk store");
   StoreCopy copy;
   copy.shared = shared_pointer(shared_address(shared), bytes, 16, "a bulk store");
   copy.global = static_cast<char*>(global);
@@ -224,16 +232,22 @@ void bulk_wait(int pending) {
 
 static void land(const ThreadCopy& copy) {
   races::access(copy.shared - m.shared, copy.bytes, true);
-  if (copy.global) std::memcpy(copy.shared, copy.global, copy.bytes);
-  else std::memset(copy.shared, 0, copy.bytes);
+  if (copy.global)
+    std::memcpy(copy.shared, copy.global, copy.bytes);
+  else
+    std::memset(copy.shared, 0, copy.bytes);
 }
 
 void thread_copy(const void* shared, const void* global, uint32_t bytes) {
   char* place = shared_pointer(shared_address(shared), bytes, bytes, "cp.async");
   const ThreadCopy copy{place, static_cast<const char*>(global), bytes};
-  if (reinterpret_cast<uint64_t>(global) % bytes) fail("cp.async must read from addresses aligned to its %u bytes", bytes);
-  if (one_in(m.eager_loads)) land(copy);
-  else m.current->open_copies.push_back(copy);
+  if (global) check_tensor(global, bytes, "cp.async");
+  if (reinterpret_cast<uint64_t>(global) % bytes)
+    fail("cp.async must read from addresses aligned to its %u bytes", bytes);
+  if (one_in(m.eager_loads))
+    land(copy);
+  else
+    m.current->open_copies.push_back(copy);
 }
 
 void thread_copy_commit() {

@@ -61,8 +61,8 @@ __attribute__((visibility("default"))) int emu_run(const EmuLaunch* launch) {
     for (size_t i = 0; i < threads; ++i) mprotect(m.stacks + i * kStackBytes, kPage, PROT_NONE);
   }
   if (!m.shared)
-    m.shared = static_cast<char*>(
-        mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    m.shared =
+        static_cast<char*>(mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
 
   m.buffers.clear();
   for (int i = 0; i < launch->num_buffers; ++i) {

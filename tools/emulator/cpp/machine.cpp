@@ -101,8 +101,10 @@ std::string deadlock() {
       const std::string where = t.state == State::exited ? "exited" : "waits at " + waiting_text(t) + place_of(t);
       auto same = groups.begin();
       while (same != groups.end() && same->first != where) ++same;
-      if (same == groups.end()) groups.push_back({where, 1u << lane});
-      else same->second |= 1u << lane;
+      if (same == groups.end())
+        groups.push_back({where, 1u << lane});
+      else
+        same->second |= 1u << lane;
     }
     for (const auto& [where, mask] : groups)
       text += say("\n  warp %zu, %s: %s", w, lanes_text(mask).c_str(), where.c_str());
@@ -194,7 +196,11 @@ void run_cta(size_t dynamic_bytes) {
     for (Warp& w : m.warps)
       if (has_ready(w) && (!next || w.priority > next->priority)) next = &w;
     if (!m.loads.empty() && (!next || one_in(m.eager_loads * 4))) {
-      land_any_load();
+      try {
+        land_any_load();
+      } catch (const Failure&) {
+        m.error += say(" (block %u, a tensor load that landed late)", blockIdx.x);
+      }
       continue;
     }
     if (!next) break;
@@ -215,7 +221,7 @@ void fail(const char* text, ...) {
   va_start(list, text);
   m.error = format(text, list);
   va_end(list);
-  if (!m.current) std::abort();
+  if (!m.current) throw Failure();
   m.error += say(" (block %u, thread %u)%s", blockIdx.x, this_thread(), here().c_str());
   suspend();
   std::abort();

@@ -1,8 +1,8 @@
 // The machine that generated kernels run on: one CTA after another, each thread of a CTA a fiber of one OS thread.
 //
-// A warp runs until all its lanes wait; which warp runs next follows priorities drawn from a seed, so that a kernel that
-// leans on an order it did not ask for meets other orders under other seeds.  Whatever is asynchronous on the device
-// (tensor copies, warp group products) happens at once or as late as it may, again as the seed says.
+// A warp runs until all its lanes wait; which warp runs next follows priorities drawn from a seed, so that a kernel
+// that leans on an order it did not ask for meets other orders under other seeds.  Whatever is asynchronous on the
+// device (tensor copies, warp group products) happens at once or as late as it may, again as the seed says.
 #pragma once
 
 #include <cstddef>
@@ -53,7 +53,8 @@ char* shared_pointer(uint32_t address, size_t bytes, size_t alignment, const cha
 // One to four words of this thread.
 void load_shared(uint32_t address, void* words, size_t bytes);
 void store_shared(uint32_t address, const void* words, size_t bytes);
-// Loads 8 x 8 matrices of 16-bit elements into `registers`, or stores them: lanes 8 i .. 8 i + 7 bring the rows of matrix i.
+// Loads 8 x 8 matrices of 16-bit elements into `registers`, or stores them: lanes 8 i .. 8 i + 7 bring the rows of
+// matrix i.
 void move_matrices(uint32_t address, uint32_t* registers, int count, bool transposed, bool store);
 // What this thread knows to be written becomes visible to asynchronous readers.
 void proxy_fence();
@@ -91,13 +92,13 @@ void thread_copy_wait(int pending);
 // ---- Products
 
 struct Product {
-  uint64_t a, b;               // descriptors; `a` unused if the operand is in registers
-  const uint32_t* registers;   // operand A, or null
+  uint64_t a, b;              // descriptors; `a` unused if the operand is in registers
+  const uint32_t* registers;  // operand A, or null
   float* accumulators;
-  int columns;                 // N
-  bool half, a_mn, b_mn;       // fp16 instead of bf16; operands are MN-major
-  float sign;                  // of the product
-  bool keep;                   // add to the old accumulators
+  int columns;            // N
+  bool half, a_mn, b_mn;  // fp16 instead of bf16; operands are MN-major
+  float sign;             // of the product
+  bool keep;              // add to the old accumulators
 };
 void product_issue(const Product& product);
 void product_fence();
@@ -111,11 +112,17 @@ void warp_product(float* d, const uint32_t* a, const uint32_t* b, const float* c
 float from_half(uint16_t bits);
 uint16_t to_half(float value);
 inline float from_bfloat16(uint16_t bits) {
-  union { uint32_t word; float value; } both{uint32_t(bits) << 16};
+  union {
+    uint32_t word;
+    float value;
+  } both{uint32_t(bits) << 16};
   return both.value;
 }
 inline uint16_t to_bfloat16(float value) {
-  union { float value; uint32_t word; } both{value};
+  union {
+    float value;
+    uint32_t word;
+  } both{value};
   if ((both.word & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
   return uint16_t((both.word + 0x7fffu + (both.word >> 16 & 1u)) >> 16);
 }

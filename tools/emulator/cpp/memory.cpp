@@ -69,6 +69,13 @@ std::string shared_name(uint32_t address) {
   return say("shared address %#x", address);
 }
 
+void check_tensor(const void* pointer, size_t bytes, const char* who) {
+  const char* start = static_cast<const char*>(pointer);
+  for (const Buffer& b : m.buffers)
+    if (start >= b.data && start + bytes <= b.data + b.bytes) return;
+  fail("%s: %zu bytes at %p must lie in one tensor", who, bytes, pointer);
+}
+
 void place(Buffer& b) {
   const size_t padded = (b.bytes + 15) / 16 * 16;
   b.outer_bytes = (padded + kPage - 1) / kPage * kPage;
@@ -118,8 +125,7 @@ uint32_t shared_address(const void* pointer) {
 }
 
 char* shared_pointer(uint32_t address, size_t bytes, size_t alignment, const char* who) {
-  if (address % alignment)
-    fail("%s: %s must be aligned to %zu bytes", who, shared_name(address).c_str(), alignment);
+  if (address % alignment) fail("%s: %s must be aligned to %zu bytes", who, shared_name(address).c_str(), alignment);
   auto inside = [&](const Allocation& a) { return address >= a.address && address + bytes <= a.address + a.bytes; };
   if (inside(m.dynamic)) return raw(address);
   for (const auto& [declaration, a] : m.statics)

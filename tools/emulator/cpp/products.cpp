@@ -49,14 +49,16 @@ void execute(const Warp& warp, const Issued& issued) {
       }
   } else {
     for (int r = 0; r < 16; ++r)
-      for (int k = 0; k < 16; ++k) a[r][k] = number(element_at(p.a, p.a_mn, row0 + r, k, issued.operation), p.half) * p.sign;
+      for (int k = 0; k < 16; ++k)
+        a[r][k] = number(element_at(p.a, p.a_mn, row0 + r, k, issued.operation), p.half) * p.sign;
   }
   for (int k = 0; k < 16; ++k)
     for (int c = 0; c < n; ++c) b[k][c] = number(element_at(p.b, p.b_mn, c, k, issued.operation), p.half);
   auto for_accumulators = [&](auto body) {
     for (int lane = 0; lane < 32; ++lane)
       for (int i = 0; i < n / 2; ++i)
-        body(issued.accumulators[lane][i], acc[(lane >> 2) + (i >> 1 & 1) * 8][(i >> 2) * 8 + (lane & 3) * 2 + (i & 1)]);
+        body(issued.accumulators[lane][i],
+             acc[(lane >> 2) + (i >> 1 & 1) * 8][(i >> 2) * 8 + (lane & 3) * 2 + (i & 1)]);
   };
   for_accumulators([&](float& held, float& place) { place = p.keep ? held : 0.f; });
   for (int r = 0; r < 16; ++r)
@@ -171,7 +173,10 @@ void warp_product(float* d, const uint32_t* a, const uint32_t* b, const float* c
 
 float from_half(uint16_t bits) {
   const uint32_t sign = uint32_t(bits & 0x8000u) << 16, exponent = bits >> 10 & 31, mantissa = bits & 0x3ffu;
-  union { uint32_t word; float value; } both;
+  union {
+    uint32_t word;
+    float value;
+  } both;
   if (exponent == 0) {
     both.value = mantissa * 0x1p-24f;
     both.word |= sign;
@@ -182,7 +187,10 @@ float from_half(uint16_t bits) {
 }
 
 uint16_t to_half(float value) {
-  union { float value; uint32_t word; } both{value};
+  union {
+    float value;
+    uint32_t word;
+  } both{value};
   const uint16_t sign = both.word >> 16 & 0x8000u;
   both.word &= 0x7fffffffu;
   if (both.word > 0x7f800000u) return 0x7fff;
@@ -199,7 +207,8 @@ void check_products() {
     const Warp& warp = m.warps[w];
     size_t open = warp.uncommitted;
     for (size_t products : warp.open_groups) open += products;
-    if (open) m.error = say("warp %zu of block %u exited with %zu products that it did not wait for", w, blockIdx.x, open);
+    if (open)
+      m.error = say("warp %zu of block %u exited with %zu products that it did not wait for", w, blockIdx.x, open);
     if (warp.issued != m.groups[w / 4].size())
       m.error = say("warp %zu of block %u issued %zu products, another warp of its group %zu", w, blockIdx.x,
                     warp.issued, m.groups[w / 4].size());

@@ -42,13 +42,13 @@ std::string who_text(const Moment& moment) {
 }
 
 void report(uint32_t address, const Moment& before, bool wrote, const Moment& now, bool writes, bool fence) {
-  const char* cause = fence ? "without a proxy fence (tl::fence_proxy_async) between them"
-                            : "and nothing orders the two";
+  const char* cause =
+      fence ? "without a proxy fence (tl::fence_proxy_async) between them" : "and nothing orders the two";
   if (r.reported.size() >= kReports) return;
   if (!r.reported.insert({before.place, now.place, wrote * 2 + writes}).second) return;
-  r.text += say("\ndata race in block %u at %s: %s %s it, then %s %s it, %s", blockIdx.x, shared_name(address).c_str(),
-                         who_text(before).c_str(), wrote ? "wrote" : "read", who_text(now).c_str(),
-                         writes ? "wrote" : "read", cause);
+  r.text +=
+      say("\ndata race in block %u at %s: %s %s it, then %s %s it, %s", blockIdx.x, shared_name(address).c_str(),
+          who_text(before).c_str(), wrote ? "wrote" : "read", who_text(now).c_str(), writes ? "wrote" : "read", cause);
   r.text += "\n  first" + code_text(before.place) + "\n  then" + code_text(now.place);
 }
 
@@ -196,8 +196,7 @@ void access(uint32_t address, uint32_t bytes, bool write, const void* place) {
 void access(uint32_t address, uint32_t bytes, bool write, const Operation& operation) {
   if (!r.on) return;
   const Moment now{uint16_t(operation.agent), true, operation.moment, operation.place};
-  for (uint32_t a = address / kCell * kCell; a < address + bytes; a += kCell)
-    touch(a, now, write, operation.knowledge);
+  for (uint32_t a = address / kCell * kCell; a < address + bytes; a += kCell) touch(a, now, write, operation.knowledge);
 }
 
 }  // namespace emu::races
@@ -225,7 +224,8 @@ void on_access(const char* pointer, size_t bytes, bool write, const void* place)
       fail("a thread must stay inside its tensors, but it %s %zu bytes at byte %td of the %zu of `%s`",
            write ? "wrote" : "read", bytes, pointer - b.data, b.bytes, b.name.c_str());
     if (size_t(pointer) % (bytes > 16 ? 1 : bytes) && (bytes == 2 || bytes == 4 || bytes == 8 || bytes == 16))
-      fail("an access of %zu bytes to `%s` must be aligned, but is at byte %td", bytes, b.name.c_str(), pointer - b.data);
+      fail("an access of %zu bytes to `%s` must be aligned, but is at byte %td", bytes, b.name.c_str(),
+           pointer - b.data);
     return;
   }
   if (pointer < &__ehdr_start || pointer >= &_end)
@@ -235,14 +235,14 @@ void on_access(const char* pointer, size_t bytes, bool write, const void* place)
 
 }  // namespace
 
-#define EMU_HOOK(bytes)                                                                                              \
-  void __tsan_read##bytes(void* p) { on_access(static_cast<char*>(p), bytes, false, __builtin_return_address(0)); }  \
+#define EMU_HOOK(bytes)                                                                                             \
+  void __tsan_read##bytes(void* p) { on_access(static_cast<char*>(p), bytes, false, __builtin_return_address(0)); } \
   void __tsan_write##bytes(void* p) { on_access(static_cast<char*>(p), bytes, true, __builtin_return_address(0)); }
-#define EMU_UNALIGNED_HOOK(bytes)                                                                                    \
-  EMU_HOOK(bytes)                                                                                                    \
-  void __tsan_unaligned_read##bytes(void* p) { __tsan_read##bytes(p); }                                              \
-  void __tsan_unaligned_write##bytes(void* p) { __tsan_write##bytes(p); }                                            \
-  void __tsan_volatile_read##bytes(void* p) { __tsan_read##bytes(p); }                                               \
+#define EMU_UNALIGNED_HOOK(bytes)                                         \
+  EMU_HOOK(bytes)                                                         \
+  void __tsan_unaligned_read##bytes(void* p) { __tsan_read##bytes(p); }   \
+  void __tsan_unaligned_write##bytes(void* p) { __tsan_write##bytes(p); } \
+  void __tsan_volatile_read##bytes(void* p) { __tsan_read##bytes(p); }    \
   void __tsan_volatile_write##bytes(void* p) { __tsan_write##bytes(p); }
 
 extern "C" {

@@ -11,8 +11,8 @@
 
 namespace emu::races {
 
-// What happened before: for each thread and each asynchronous agent the last moment known of; `fenced` is the part of it
-// that has passed a proxy fence.
+// What happened before: for each thread and each asynchronous agent the last moment known of; `fenced` is the part of
+// it that has passed a proxy fence.
 struct Knowledge {
   std::vector<uint32_t> seen, fenced;
 

@@ -24,6 +24,9 @@ constexpr unsigned char kPoison = 0xff, kCanary = 0xa5;
 enum class State { ready, waiting, exited };
 enum class Wait { none, collective, named, mbarrier };
 
+// Thrown where `fail` is called while no thread runs; the message is in the machine.
+struct Failure {};
+
 struct ThreadCopy {
   char* shared;
   const char* global;
@@ -153,6 +156,8 @@ void suspend();
 void run_cta(size_t dynamic_bytes);
 std::string shared_name(uint32_t address);
 void land_any_load();
+// Fails unless [pointer, pointer + bytes) lies in one tensor.
+void check_tensor(const void* pointer, size_t bytes, const char* who);
 void check_products();
 void place(Buffer& buffer);
 void take_back(Buffer& buffer);

@@ -26,14 +26,14 @@ typedef unsigned int uint;
 
 // ---- Vectors
 
-#define EMU_VECTOR(Type, Element, Alignment2, Alignment4)                                                   \
-  struct alignas(sizeof(Element)) Type##1 { Element x; };                                                   \
-  struct alignas(Alignment2) Type##2 { Element x, y; };                                                     \
-  struct Type##3 { Element x, y, z; };                                                                      \
-  struct alignas(Alignment4) Type##4 { Element x, y, z, w; };                                               \
-  inline Type##1 make_##Type##1(Element x) { return {x}; }                                                  \
-  inline Type##2 make_##Type##2(Element x, Element y) { return {x, y}; }                                    \
-  inline Type##3 make_##Type##3(Element x, Element y, Element z) { return {x, y, z}; }                      \
+#define EMU_VECTOR(Type, Element, Alignment2, Alignment4)                              \
+  struct alignas(sizeof(Element)) Type##1 { Element x; };                              \
+  struct alignas(Alignment2) Type##2 { Element x, y; };                                \
+  struct Type##3 { Element x, y, z; };                                                 \
+  struct alignas(Alignment4) Type##4 { Element x, y, z, w; };                          \
+  inline Type##1 make_##Type##1(Element x) { return {x}; }                             \
+  inline Type##2 make_##Type##2(Element x, Element y) { return {x, y}; }               \
+  inline Type##3 make_##Type##3(Element x, Element y, Element z) { return {x, y, z}; } \
   inline Type##4 make_##Type##4(Element x, Element y, Element z, Element w) { return {x, y, z, w}; }
 EMU_VECTOR(char, signed char, 2, 4)
 EMU_VECTOR(uchar, unsigned char, 2, 4)
@@ -49,33 +49,37 @@ EMU_VECTOR(double, double, 16, 16)
 
 // ---- 16-bit floats: the type of the toolkit, and the one that TileLang takes from CUTLASS.
 
-#define EMU_FLOAT16(Toolkit, Cutlass, from, to)                                                             \
-  struct Toolkit {                                                                                          \
-    uint16_t bits;                                                                                          \
-    Toolkit() = default;                                                                                    \
-    explicit Toolkit(float value) : bits(emu::to(value)) {}                                                 \
-    operator float() const { return emu::from(bits); }                                                      \
-  };                                                                                                        \
-  struct Cutlass : Toolkit {                                                                                \
-    Cutlass() = default;                                                                                    \
-    explicit Cutlass(float value) : Toolkit(value) {}                                                       \
-    explicit Cutlass(double value) : Toolkit(float(value)) {}                                               \
-    explicit Cutlass(int value) : Toolkit(float(value)) {}                                                  \
-    Cutlass(Toolkit value) : Toolkit(value) {}                                                              \
-  };                                                                                                        \
-  inline Cutlass operator+(Cutlass a, Cutlass b) { return Cutlass(float(a) + float(b)); }                   \
-  inline Cutlass operator-(Cutlass a, Cutlass b) { return Cutlass(float(a) - float(b)); }                   \
-  inline Cutlass operator*(Cutlass a, Cutlass b) { return Cutlass(float(a) * float(b)); }                   \
-  inline Cutlass operator/(Cutlass a, Cutlass b) { return Cutlass(float(a) / float(b)); }                   \
-  inline Cutlass operator-(Cutlass a) { return Cutlass(-float(a)); }                                        \
+#define EMU_FLOAT16(Toolkit, Cutlass, from, to)                                           \
+  struct Toolkit {                                                                        \
+    uint16_t bits;                                                                        \
+    Toolkit() = default;                                                                  \
+    explicit Toolkit(float value) : bits(emu::to(value)) {}                               \
+    operator float() const { return emu::from(bits); }                                    \
+  };                                                                                      \
+  struct Cutlass : Toolkit {                                                              \
+    Cutlass() = default;                                                                  \
+    explicit Cutlass(float value) : Toolkit(value) {}                                     \
+    explicit Cutlass(double value) : Toolkit(float(value)) {}                             \
+    explicit Cutlass(int value) : Toolkit(float(value)) {}                                \
+    Cutlass(Toolkit value) : Toolkit(value) {}                                            \
+  };                                                                                      \
+  inline Cutlass operator+(Cutlass a, Cutlass b) { return Cutlass(float(a) + float(b)); } \
+  inline Cutlass operator-(Cutlass a, Cutlass b) { return Cutlass(float(a) - float(b)); } \
+  inline Cutlass operator*(Cutlass a, Cutlass b) { return Cutlass(float(a) * float(b)); } \
+  inline Cutlass operator/(Cutlass a, Cutlass b) { return Cutlass(float(a) / float(b)); } \
+  inline Cutlass operator-(Cutlass a) { return Cutlass(-float(a)); }                      \
   inline unsigned __pack_half2(Cutlass low, Cutlass high) { return low.bits | unsigned(high.bits) << 16; }
 EMU_FLOAT16(__half, half_t, from_half, to_half)
 EMU_FLOAT16(__nv_bfloat16, bfloat16_t, from_bfloat16, to_bfloat16)
 #undef EMU_FLOAT16
 inline unsigned __pack_nv_bfloat162(bfloat16_t low, bfloat16_t high) { return __pack_half2(low, high); }
 
-struct alignas(4) __half2 { __half x, y; };
-struct alignas(4) __nv_bfloat162 { __nv_bfloat16 x, y; };
+struct alignas(4) __half2 {
+  __half x, y;
+};
+struct alignas(4) __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
 typedef __half half;
 typedef __half2 half2;
 typedef __nv_bfloat162 nv_bfloat162;
@@ -88,8 +92,12 @@ inline __half2 __float2half2_rn(float x) { return {__half(x), __half(x)}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
 inline __half2 __float22half2_rn(float2 x) { return {__half(x.x), __half(x.y)}; }
 inline float2 __half22float2(__half2 x) { return {x.x, x.y}; }
-inline __half2 __hmul2(__half2 a, __half2 b) { return {__half(float(a.x) * float(b.x)), __half(float(a.y) * float(b.y))}; }
-inline __half2 __hadd2(__half2 a, __half2 b) { return {__half(float(a.x) + float(b.x)), __half(float(a.y) + float(b.y))}; }
+inline __half2 __hmul2(__half2 a, __half2 b) {
+  return {__half(float(a.x) * float(b.x)), __half(float(a.y) * float(b.y))};
+}
+inline __half2 __hadd2(__half2 a, __half2 b) {
+  return {__half(float(a.x) + float(b.x)), __half(float(a.y) + float(b.y))};
+}
 inline __nv_bfloat16 __float2bfloat16(float x) { return __nv_bfloat16(x); }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }
 inline float __bfloat162float(__nv_bfloat16 x) { return x; }
@@ -142,14 +150,14 @@ inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 template <typename T>
-inline T __ldg(const T* place) { return *place; }
+inline T __ldg(const T* place) {
+  return *place;
+}
 
 // ---- Threads
 
 inline void __syncthreads() { emu::named_barrier(0, 0, true); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  emu::sync_warp(mask);
-}
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emu::sync_warp(mask); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __nanosleep(unsigned) { emu::yield(); }

@@ -34,9 +34,13 @@ EMU_INSTRUCTION void __sync_thread_partial(int id = 0, int count = 0) { emu::nam
 EMU_INSTRUCTION void __named_barrier_arrive(int id, int count) { emu::named_barrier(id, count, false); }
 
 template <typename T>
-EMU_INSTRUCTION T from_uint1(uint1 value) { return emu_bits<T>(value); }
+EMU_INSTRUCTION T from_uint1(uint1 value) {
+  return emu_bits<T>(value);
+}
 template <typename T>
-EMU_INSTRUCTION uint1 to_uint1(T value) { return emu_bits<uint1>(value); }
+EMU_INSTRUCTION uint1 to_uint1(T value) {
+  return emu_bits<uint1>(value);
+}
 EMU_INSTRUCTION float fast_rcp(float x) { return 1.f / x; }
 EMU_INSTRUCTION float2 add2(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
 EMU_INSTRUCTION float2 sub2(float2 a, float2 b) { return {a.x - b.x, a.y - b.y}; }

@@ -8,8 +8,7 @@ namespace tl {
 // its memory accesses; runs do so or not, as their seed says.
 template <int Extent>
 EMU_INSTRUCTION bool tl_shuffle_elect() {
-  if (emu::strict_convergence())
-    emu::collective("elect", emu::whole_warp(), nullptr, [](void* const*, uint32_t) {});
+  if (emu::strict_convergence()) emu::collective("elect", emu::whole_warp(), nullptr, [](void* const*, uint32_t) {});
   if (emu::lane() != 0) return false;
   return Extent == 0 ? emu::warp() == 0 : Extent == 32 || emu::warp() % ((Extent + 31) / 32) == 0;
 }
