@@ -88,6 +88,9 @@ class SplitCase:
         self._warmup = warmup_chunks_reference(inputs.g, self.segments, tolerance)
         self.starts = self.segments.starts(problem.num_value_heads, self._warmup.tolist())
         self.items = sorted(self.segments.state_items(self.starts))
+        # As kernels have them: the initial state of a cut sequence passes through o too.
+        self.cut_firsts = [first for first in self.segments.firsts[:-1] if self.segments.has_successor(first)]
+        self.codes = [[-1] * len(row) if s in self.cut_firsts else row for s, row in enumerate(self.starts)]
 
     @functools.cached_property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +141,7 @@ class SplitCase:
         return {
             "segments": torch.tensor(self.segments.table(), dtype=torch.int32, device=device),
             "first_segments": torch.tensor(self.segments.firsts, dtype=torch.int32, device=device),
-            "starts": torch.tensor(self.starts, dtype=torch.int32, device=device),
+            "starts": torch.tensor(self.codes, dtype=torch.int32, device=device),
             "decays": decays,
             "log_tolerance": log_tolerance(self.window),
         }
@@ -148,6 +151,10 @@ def state_outputs(case: SplitCase, tensors: dict) -> dict[str, torch.Tensor]:
     """What `segment_state` left, as `state_wanted` has it."""
     o, problem = tensors["o"], case.problem
     found = {"starts": tensors["starts"].double()}
+    if case.cut_firsts:
+        found["initial_states"] = torch.stack(
+            [read_state(o, case.token(s), h, problem.head_dim_k) for s, h in _heads_of(case, case.cut_firsts)]
+        )
     if case.items:
         found["states"] = torch.stack(
             [read_state(o, case.token(i.segment + 1), i.head, problem.head_dim_k) for i in case.items]
@@ -161,8 +168,10 @@ def state_outputs(case: SplitCase, tensors: dict) -> dict[str, torch.Tensor]:
 
 
 def state_wanted(case: SplitCase) -> dict[str, torch.Tensor]:
-    """Float64: start codes; states, D and γ of the items that make them."""
-    found = {"starts": torch.tensor(case.starts, dtype=torch.float64, device=case.inputs.g.device)}
+    """Float64: start codes; initial states of cut sequences; states, D and γ of the items that make them."""
+    found = {"starts": torch.tensor(case.codes, dtype=torch.float64, device=case.inputs.g.device)}
+    if case.cut_firsts:
+        found["initial_states"] = torch.stack([case.start_states[s, h] for s, h in _heads_of(case, case.cut_firsts)])
     if case.items:
         found["states"] = case.left_states()
     if case.transfers:
@@ -182,8 +191,8 @@ def write_uncorrected(case: SplitCase, tensors: dict) -> None:
 
 
 def write_starts(case: SplitCase, tensors: dict) -> None:
-    """Put into o what `segment_forward` reads: the start states that only the correction knows."""
-    for segment, head in _unknown(case.starts):
+    """Put into o what `segment_forward` reads there: initial states, and start states that the correction made."""
+    for segment, head in _unknown(case.codes):
         write_state(tensors["o"], case.token(segment), head, case.start_states[segment, head])
 
 
@@ -200,6 +209,10 @@ def corrected_wanted(case: SplitCase) -> dict[str, torch.Tensor]:
     """Float64 start states that only the correction knows."""
     found = [case.start_states[segment, head] for segment, head in _unknown(case.starts)]
     return {"states": torch.stack(found)} if found else {}
+
+
+def _heads_of(case: SplitCase, segments: Sequence[int]) -> list[tuple[int, int]]:
+    return [(segment, head) for segment in segments for head in range(case.problem.num_value_heads)]
 
 
 def _unknown(starts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -335,7 +335,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         length = T.min(rest, (segments[segment, COUNT] + warmup) * C) if segmented else rest
         chunks = T.ceildiv(length, C)
         slot0 = bounds[seq] // C + seq + chunk0 if segmented else token0 // C + seq
-        takes_initial = T.cast(has_initial != 0 and chunk0 == 0, "int32") if segmented else has_initial
+        takes_initial = T.cast(has_initial != 0 and chunk0 == 0 and start == 0, "int32") if segmented else has_initial
         leaves_final = T.cast(has_final != 0 and length == rest, "int32") if segmented else has_final
         tx = T.get_thread_binding()
         if tx < end["state0"]:

@@ -8,13 +8,14 @@ products (MATH.md (10)-(12)):
 
 A CTA owns `columns` of them for one (segment, value head).  It decides by the gates what there is to do (`segments`):
 
-| start of the segment                     | first    | window holds       | otherwise                              |
-| ---------------------------------------- | -------- | ------------------ | -------------------------------------- |
-| columns of V                             | initial  | 0, chunks before   | 0; the correction adds what came before |
-| columns of keys                          | nothing to do: the start is known | D and γ                |
-| `starts[segment, head]`                  | 0        | chunks before      | −1                                     |
+| start of the segment    | first               | window holds     | otherwise                               |
+| ----------------------- | ------------------- | ---------------- | --------------------------------------- |
+| columns of V            | initial, or 0       | 0, chunks before | 0; the correction adds what came before |
+| columns of keys         | nothing             | nothing          | D and γ                                 |
+| `starts[segment, head]` | −1 (see below) or 0 | chunks before    | −1: from its rows of `o`                |
 
-and nothing at all where the window of the next segment holds, or where there is none.
+and nothing at all where the window of the next segment holds, or where there is none.  The initial state of a cut
+sequence is copied to its first segment's rows, because the final state may be written over it before that one starts.
 
 | role      | warps  | per chunk, in order                            | waits for       | signals          |
 | --------- | ------ | ---------------------------------------------- | --------------- | ---------------- |
@@ -170,8 +171,9 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_sequences = T.dynamic("num_sequences")
 
     @T.macro
-    def run_state(w, chunks, part, seq, head, takes_initial, segment_token, next_token, state_rows, initial, o,
-                  k_s, v_s, x_s, gamma, factor, k_full, k_free, v_full, v_free, x_full, x_free):  # fmt: skip
+    def run_state(w, chunks, part, seq, head, takes_initial, keeps_start, segment_token, next_token,
+                  state_rows, initial, o, k_s, v_s, x_s, gamma, factor,
+                  k_full, k_free, v_full, v_free, x_full, x_free):  # fmt: skip
         state = T.alloc_fragment((64, DK), "float32")
         state_op = T.alloc_fragment((64, DK), dtype)
         y = T.alloc_fragment((64, C), "float32")
@@ -185,6 +187,11 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
         else:
             T.clear(state)
+        if keeps_start:
+            T.call_extern(
+                "handle", f"qla::save_panel<{DK}>", state.data,
+                T.access_ptr(o[segment_token, head, part * COLUMNS + w * 64], "w"), pitch,
+            )  # fmt: skip
         T.call_extern("handle", f"qla::pin<{64 * DK // 128}>", state.data)
         T.copy(state, state_op)
         for i in T.serial(chunks):
@@ -276,6 +283,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             count = segments[segment, COUNT]
             seq_token0 = bounds[seq]
             seq_slot0 = seq_token0 // C + seq
+            takes_initial = first == 0 and part < PARTS_V and has_initial != 0 and state_rows[seq] >= 0
             is_last = seq_token0 + (first + count) * C >= bounds[seq + 1]
             T.pdl_sync()
             window = 0
@@ -292,25 +300,27 @@ def prim_func(problem: Problem, schedule: Schedule):
                     T.min(count, first + count - 1), log_tolerance,
                 )  # fmt: skip
             tx = T.get_thread_binding()
+            keeps_start = takes_initial and not is_last
             if part == 0 and tx == 0:
-                starts[segment, head] = window
+                starts[segment, head] = T.if_then_else(keeps_start, -1, window)
             chunks = 0
             if next_window < 0 and (part < PARTS_V or window < 0):
                 chunks = count + T.max(window, 0)
             skipped = T.max(window, 0)
-            takes_initial = first == 0 and has_initial != 0 and state_rows[seq] >= 0
             token0 = seq_token0 + (first - skipped) * C
             slot0 = seq_slot0 + first - skipped
             segment_token = seq_token0 + first * C
             next_token = seq_token0 + (first + count) * C
             if tx < end["state0"]:
                 T.set_max_nreg(registers["state0"], 1)
-                run_state(0, chunks, part, seq, head, takes_initial, segment_token, next_token, state_rows, initial, o,
-                          k_s, v_s, x_s, gamma, factor, k_full, k_free, v_full, v_free, x_full, x_free)  # fmt: skip
+                run_state(0, chunks, part, seq, head, takes_initial, keeps_start, segment_token, next_token,
+                          state_rows, initial, o, k_s, v_s, x_s, gamma, factor,
+                          k_full, k_free, v_full, v_free, x_full, x_free)  # fmt: skip
             elif GROUPS == 2 and tx < end["state1"]:
                 T.set_max_nreg(registers["state1"], 1)
-                run_state(1, chunks, part, seq, head, takes_initial, segment_token, next_token, state_rows, initial, o,
-                          k_s, v_s, x_s, gamma, factor, k_full, k_free, v_full, v_free, x_full, x_free)  # fmt: skip
+                run_state(1, chunks, part, seq, head, takes_initial, keeps_start, segment_token, next_token,
+                          state_rows, initial, o, k_s, v_s, x_s, gamma, factor,
+                          k_full, k_free, v_full, v_free, x_full, x_free)  # fmt: skip
             elif tx < end["operands"]:
                 T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
                 run_operands(chunks, chunks * C, k_s, a_s, x_s, tail, k_full, k_free, a_full, a_free, x_full, x_free)
