@@ -35,6 +35,10 @@ class Option:
         """Time of the kernel on sequences of ``lengths`` tokens."""
         depth = steps(problem, self.schedule, lengths, sm_count)
         ctas = num_ctas(problem, self.schedule, lengths) if self.us_per_cta else 0
+        return self.time_us(depth, ctas)
+
+    def time_us(self, depth: float, ctas: int) -> float:
+        """Time at so many steps on the busiest SM and so many CTAs that have work."""
         return self.us_per_step * depth + self.us_per_cta * ctas + self.us_constant
 
 

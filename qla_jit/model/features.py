@@ -8,9 +8,9 @@ a split (`split_items`) one per (segment, value head); the others do every chunk
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,10 +21,12 @@ from ..templates.segments_sm90 import least_segment_tokens
 from .makespan import makespan
 
 SEQUENTIAL_KERNELS = ("fused_forward",)
-#: Value heads that forget, and chunks that a window then takes, where a call says nothing about its gates: those of the
-#: gates that are measured by default.
+#: Value heads that forget, and what their gates sum to over 64 tokens, where nothing is known of a call's gates: those
+#: that are measured by default, logsigmoid of a standard normal over 16 (its mean is −0.806) on 75 % of the heads.
 EXPECTED_WINDOW_SHARE = 0.75
-EXPECTED_WARMUP_CHUNKS = 4
+EXPECTED_DECAY = 0.806 / 16 * 64
+#: Chunks of a window at the tolerance that kernels are measured with.
+MEASURED_WARMUP_CHUNKS = 4
 #: Distinct sequence lengths, in chunks, that are told apart; of more, near ones count as their mean.
 MOST_LENGTHS = 24
 
@@ -36,7 +38,7 @@ class Split:
 
     segment_chunks: int
     window_share: float = EXPECTED_WINDOW_SHARE
-    warmup_chunks: int = EXPECTED_WARMUP_CHUNKS
+    warmup_chunks: int = MEASURED_WARMUP_CHUNKS
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ def windowed_heads(num_value_heads: int, share: float) -> int:
     return math.ceil(share * num_value_heads - 1e-9)
 
 
+def expected_warmup_chunks(tolerance: float) -> int:
+    """Chunks of 64 tokens by which gates of `EXPECTED_DECAY` reach ``tolerance``, in (0, 1)."""
+    return max(1, math.ceil(-math.log(tolerance) / EXPECTED_DECAY))
+
+
 def least_segment_chunks(problem: Problem) -> int:
     """Chunks that a segment of a cut sequence has at least; as `split.least_segment_chunks`, without torch."""
     return -(-least_segment_tokens(problem) // problem.chunk_size)
@@ -72,23 +79,32 @@ def least_segment_chunks(problem: Problem) -> int:
 def chunk_counts(lengths: Sequence[int], chunk_size: int) -> dict[int, int]:
     """{chunks: sequences} of sequences of ``lengths`` tokens, without empty ones.
 
-    Of more than `MOST_LENGTHS` counts, those within a quarter of an octave are taken for their mean; the largest stays.
+    Where more than `MOST_LENGTHS` lengths differ, those within a quarter of an octave count as their mean; the longest
+    stays.
     """
-    chunks = [-(-length // chunk_size) for length in lengths]
-    counts = Counter(chunks)
-    empty = counts.pop(0, 0)
-    return dict(counts) if len(counts) <= MOST_LENGTHS else _merged(sorted(chunks)[empty:])
+    if len(lengths) > MOST_LENGTHS and len(set(lengths)) > MOST_LENGTHS:
+        return _merged(sorted(lengths), chunk_size)
+    counts: dict[int, int] = {}
+    for length, sequences in Counter(lengths).items():
+        if length > 0:
+            chunks = -(-length // chunk_size)
+            counts[chunks] = counts.get(chunks, 0) + sequences
+    return counts
 
 
-def _merged(ordered: Sequence[int]) -> dict[int, int]:
+def _merged(ordered: Sequence[int], chunk_size: int) -> dict[int, int]:
     sums = [0, *accumulate(ordered)]
-    longest, first, merged = bisect_left(ordered, ordered[-1]), 0, Counter()
-    while first < longest:
-        width = 1 << max(0, ordered[first].bit_length() - 3)  # a quarter of its octave
-        end = bisect_left(ordered, ordered[first] // width * width + width, first, longest)
-        merged[round((sums[end] - sums[first]) / (end - first))] += end - first
+    longest = -(-ordered[-1] // chunk_size)
+    first, tail = bisect_right(ordered, 0), bisect_right(ordered, (longest - 1) * chunk_size)
+    merged = Counter({longest: len(ordered) - tail})
+    while first < tail:
+        chunks = -(-ordered[first] // chunk_size)
+        width = 1 << max(0, chunks.bit_length() - 3)  # a quarter of the octave
+        end = bisect_right(ordered, ((chunks // width + 1) * width - 1) * chunk_size, first, tail)
+        if width > 1:  # the last chunk of a sequence is half full on average
+            chunks = round((sums[end] - sums[first]) / (end - first) / chunk_size + 0.5)
+        merged[chunks] += end - first
         first = end
-    merged[ordered[-1]] += len(ordered) - longest
     return dict(merged)
 
 
@@ -131,21 +147,31 @@ def split_items(counts: Mapping[int, int], heads: int, least: int, split: Split)
     return SplitItems(forward, values, keys, correct)
 
 
-def split_groups(problem: Problem, schedule: Schedule, items: SplitItems) -> list[tuple[int, int]]:
-    """(length, CTAs) of the CTAs of a kernel of a split that have work."""
+def chains(problem: Problem, items: SplitItems) -> Mapping[int, int]:
+    """{length: how many} of a kernel of a split, before `shares` of a schedule; for `segment_state` per column."""
     if problem.kernel == "segment_forward":
-        return _times(items.forward, ctas_per_head(schedule))
+        return items.forward
     if problem.kernel == "segment_correct":
-        return _times(items.correct, problem.head_dim_v // 64)
-    columns = schedule.params().get("columns", problem.head_dim_v)
-    groups = {length: number * (problem.head_dim_v // columns) for length, number in items.values.items()}
+        return items.correct
+    columns = {length: number * problem.head_dim_v for length, number in items.values.items()}
     for length, number in items.keys.items():
-        groups[length] = groups.get(length, 0) + number * (problem.head_dim_k // columns)
-    return list(groups.items())
+        columns[length] = columns.get(length, 0) + number * problem.head_dim_k
+    return columns
 
 
-def _times(items: Mapping[int, int], ctas: int) -> list[tuple[int, int]]:
-    return [(length, number * ctas) for length, number in items.items()]
+def shares(problem: Problem, schedule: Schedule) -> tuple[int, int]:
+    """(a, b): a kernel that walks chains has a CTAs for every b of `chains`."""
+    if problem.kernel == "segment_correct":
+        return problem.head_dim_v // 64, 1
+    if problem.kernel == "segment_state":
+        return 1, schedule.params().get("columns", problem.head_dim_v)
+    return ctas_per_head(schedule), 1
+
+
+def shared(found: Mapping[int, int], by: tuple[int, int]) -> list[tuple[int, int]]:
+    """(length, CTAs) of ``found`` chains with as many CTAs as ``by`` (of `shares`) says."""
+    times, among = by
+    return [(length, number * times // among) for length, number in found.items()]
 
 
 def steps(
@@ -157,33 +183,40 @@ def steps(
     """
     if problem.kernel in SPLIT_KERNELS or problem.kernel in SEQUENTIAL_KERNELS:
         return makespan(_groups(problem, schedule, lengths, split), sm_count)
-    return float(_heads_per_cta(schedule) * -(-num_ctas(problem, schedule, lengths) // sm_count))
+    return separate_steps(schedule, num_ctas(problem, schedule, lengths), sm_count)
 
 
 def num_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:
     """CTAs that have work to do.  split, errors: as of `steps`."""
     if problem.kernel in SPLIT_KERNELS or problem.kernel in SEQUENTIAL_KERNELS:
-        return sum_counts(_groups(problem, schedule, lengths, split))
+        return sum([number for _, number in _groups(problem, schedule, lengths, split)])
     chunks = sum([-(-length // problem.chunk_size) for length in lengths])
+    return separate_ctas(problem, schedule, chunks)
+
+
+def separate_ctas(problem: Problem, schedule: Schedule, chunks: int) -> int:
+    """CTAs of a kernel that does every one of ``chunks`` by itself."""
     return -(-chunks * problem.num_value_heads // _heads_per_cta(schedule))
 
 
-def sum_counts(groups: Iterable[tuple[int, int]]) -> int:
-    """CTAs of (length, CTAs) groups."""
-    return sum([number for _, number in groups])
+def separate_steps(schedule: Schedule, ctas: int, sm_count: int) -> float:
+    """Chunks of one head on the busiest SM, of such a kernel."""
+    return float(_heads_per_cta(schedule) * -(-ctas // sm_count))
 
 
 def _groups(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None) -> list[tuple[int, int]]:
     counts = chunk_counts(lengths, problem.chunk_size)
     if problem.kernel in SEQUENTIAL_KERNELS:
-        return _times(counts, problem.num_value_heads * ctas_per_head(schedule))
-    if split is None:
+        found = {chunks: number * problem.num_value_heads for chunks, number in counts.items()}
+    elif split is None:
         raise ConfigError(
             f"`split` must be given for {problem.kernel}, which only runs where sequences are cut; name the segment "
             "length, as in the workload 1x32768/16."
         )
-    items = split_items(counts, problem.num_value_heads, least_segment_chunks(problem), split)
-    return split_groups(problem, schedule, items)
+    else:
+        items = split_items(counts, problem.num_value_heads, least_segment_chunks(problem), split)
+        found = chains(problem, items)
+    return shared(found, shares(problem, schedule))
 
 
 def _heads_per_cta(schedule: Schedule) -> int:

@@ -19,58 +19,61 @@ def makespan(groups: Iterable[tuple[int, int]], machines: int) -> float:
     Exact for one group, and where no other than the last group's jobs are shorter than 1/32 of an even share of all
     work; else within 1/64 of that schedule's end.
     """
-    jobs = sorted(((duration, count) for duration, count in groups if duration and count), reverse=True)
+    jobs = sorted([(duration, count) for duration, count in groups if duration and count], reverse=True)
     if not jobs:
         return 0.0
     if len(jobs) == 1:
         return float(jobs[0][0] * -(-jobs[0][1] // machines))
     share = sum([duration * count for duration, count in jobs]) / machines
-    levels: list[tuple[int, int]] = [(0, machines)]  # (load, machines that have it), ascending
-    last = len(jobs) - 1
+    loads, heap = {0: machines}, [0]  # machines by load, and the loads as a heap
+    top, last = 0, len(jobs) - 1
     for place, (duration, count) in enumerate(jobs):
-        top = float(levels[-1][0])
         if top >= share + duration:  # whoever is free first is so before `share`: no later job ends after `top`
-            return top
+            break
         if place < last and duration * _SHORT_SHARE <= share:
-            return max(top, share + duration / 2)
-        levels = _placed(levels, duration, count)
-    return float(levels[-1][0])
+            return max(float(top), share + duration / 2)
+        if count > machines:
+            loads, count = _whole_rounds(loads, duration, count)
+            heap = sorted(loads)
+            top = heap[-1]
+        while count:
+            load = heap[0]
+            taken = loads[load]
+            if taken > count:
+                loads[load] = taken - count
+                taken = count
+            else:
+                heapq.heappop(heap)
+                del loads[load]
+            count -= taken
+            end = load + duration
+            if end in loads:
+                loads[end] += taken
+            else:
+                loads[end] = taken
+                heapq.heappush(heap, end)
+                top = max(top, end)
+    return float(top)
 
 
-def _placed(levels: list[tuple[int, int]], duration: int, count: int) -> list[tuple[int, int]]:
-    """The loads after ``count`` jobs of one duration, each on a machine of least load."""
-    if len(levels) == 1:
-        (load, machines), rounds = levels[0], count // levels[0][1]
-        below, rest = load + rounds * duration, count - rounds * machines
-        return [(below, machines - rest), (below + duration, rest)] if rest else [(below, machines)]
-    # Poured like water, the work would reach `surface`.  Whoever is free a whole job earlier takes jobs up to there in
-    # any case, so those are placed at once; at most two a machine are left for the loop.
+def _whole_rounds(loads: dict[int, int], duration: int, count: int) -> tuple[dict[int, int], int]:
+    """Most of ``count`` jobs of one duration placed at once: the loads then, and how many jobs are left.
+
+    Poured like water, the work would reach `surface`.  Whoever is free a whole job earlier takes jobs up to there in
+    any case; at most two a machine are left.
+    """
+    levels = sorted(loads.items())
     poured, machines, surface = duration * count, 0, 0
     for place, (load, number) in enumerate(levels):
         poured, machines = poured + load * number, machines + number
         surface = poured // machines
         if place + 1 == len(levels) or surface <= levels[place + 1][0]:
             break
-    loads: dict[int, int] = {}
+    placed: dict[int, int] = {}
     for load, number in levels:
         rounds = -(-(surface - duration - load) // duration)
         if rounds > 0:
             count -= rounds * number
             load += rounds * duration
-        loads[load] = loads.get(load, 0) + number
-    heap = list(loads)
-    heapq.heapify(heap)
-    while count:
-        load = heap[0]
-        taken = min(loads[load], count)
-        count -= taken
-        loads[load] -= taken
-        if not loads[load]:
-            heapq.heappop(heap)
-            del loads[load]
-        ended = load + duration
-        if ended not in loads:
-            loads[ended] = 0
-            heapq.heappush(heap, ended)
-        loads[ended] += taken
-    return sorted(loads.items())
+        placed[load] = placed.get(load, 0) + number
+    return placed, count

@@ -1,0 +1,91 @@
+"""What the tuning database says about the kernels of a split and those that it stands in for: schedules and times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .config import DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig, Problem
+from .db import Database
+from .db.lookup import is_current
+from .db.records import ALL_WORKLOADS, BestRow, CostModel
+from .plan import Option, options
+from .registry import candidates, select
+from .resources import is_feasible
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class SplitModels:
+    """What the database says about the kernels of one config, by kernel name.
+
+    problems, schedules: of `FORWARD_KERNELS`, as looked up, and of `SPLIT_KERNELS`.  options: schedules to choose from
+    with their times.  one_wave: of the whole split without `kkt_inverse`, where it errs less than the kernels' models.
+    """
+
+    problems: Mapping[str, Problem]
+    schedules: Mapping[str, Schedule]
+    options: Mapping[str, tuple[Option, ...]]
+    one_wave: CostModel | None = None
+
+    @property
+    def can_split(self) -> bool:
+        """Whether every kernel of a split, and `fused_forward` to compare with, has a predicted time."""
+        return all(self.options.get(kernel) for kernel in ("fused_forward", *SPLIT_KERNELS))
+
+    @classmethod
+    def of(cls, config: OpConfig, db: Database, chunk_size: int = DEFAULT_CHUNK_SIZE) -> SplitModels:
+        """Of a config's problems.  Kernels of a split that no template answers there have neither entry."""
+        problems, schedules, found, errors = {}, {}, {}, []
+        for kernel in (*FORWARD_KERNELS, *SPLIT_KERNELS):
+            problem = config.problem(kernel, chunk_size)
+            if kernel in SPLIT_KERNELS and not candidates(problem):
+                continue
+            match, fits = db.lookup(problem), db.fits(problem)
+            rows = db.siblings(match)
+            problems[kernel], schedules[kernel] = problem, match.schedule
+            if kernel in SPLIT_KERNELS:
+                fitted = split_options(problem, rows, fits)
+                found[kernel] = tuple(option for option, _ in fitted)
+                errors += [fit.loo_error for _, fit in fitted]
+            else:
+                found[kernel] = options(problem, rows, fits)
+        one_wave = _one_wave(problems, found, db)
+        if one_wave is not None and one_wave.loo_error >= max(errors, default=0.0):
+            one_wave = None
+        return cls(problems, schedules, found, one_wave)
+
+
+def split_options(
+    problem: Problem, rows: Sequence[BestRow], fits: Sequence[CostModel]
+) -> list[tuple[Option, CostModel]]:
+    """The schedules of a kernel of a split that a plan chooses from, each with its cost model.
+
+    rows: of one sweep.  fits: of `Database.fits`, the preferred first.  Of schedules that share the work alike among
+    CTAs, one: the best over all workloads, else the winner of most; without rows, the template's default.
+    """
+    digests = {row.schedule.template: row.template_digest for row in rows}
+    fitted: dict[Schedule, CostModel] = {}
+    for fit in fits:
+        current = digests.get(fit.schedule.template)
+        if fit.form == "work" and (is_current(fit) if current is None else fit.template_digest == current):
+            fitted.setdefault(fit.schedule, fit)
+    wins: dict[Schedule, int] = {}
+    for row in rows:
+        wins[row.schedule] = wins.get(row.schedule, 0) + (len(rows) if row.workload == ALL_WORKLOADS else 1)
+    wins.setdefault(select(problem).default(problem), 0)
+    chosen: dict[tuple, Schedule] = {}
+    for schedule in sorted(wins, key=lambda s: (-wins[s], str(s))):
+        if schedule in fitted and is_feasible(problem, schedule):
+            chosen.setdefault((schedule.template, *map(schedule.params().get, ("columns", "dv_split"))), schedule)
+    return [(Option(s, *fitted[s].coefficients), fitted[s]) for s in chosen.values()]
+
+
+def _one_wave(problems: Mapping[str, Problem], found: Mapping[str, tuple[Option, ...]], db: Database):
+    """The one-wave model of exactly these heads, if the schedule of its forward may be chosen."""
+    forward = problems.get("segment_forward")
+    if forward is None:
+        return None
+    schedules = {option.schedule for option in found["segment_forward"]}
+    fits = (fit for fit in db.fits(forward) if fit.form == "one_wave" and fit.schedule in schedules)
+    return next((fit for fit in fits if is_current(fit)), None)

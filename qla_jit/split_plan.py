@@ -1,0 +1,306 @@
+"""Whether a batch is split, into segments of which length, and by which schedules: what the cost models say is fastest.
+
+A plan is a function of host lengths, SM count and rows of the tuning database.  It compares `kkt_inverse` and
+`fused_forward` with `kkt_inverse` and the three kernels of a split, for a few segment lengths: those that just fill
+the card, their halves and doubles, and then the neighbours of the best.  Nothing is split where a kernel of the split
+has no cost model, where no sequence is long enough, or where whole sequences already keep all SMs busy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
+
+from .config import SPLIT_KERNELS
+from .errors import InputError
+from .model.features import (
+    EXPECTED_WINDOW_SHARE,
+    MEASURED_WARMUP_CHUNKS,
+    Split,
+    SplitItems,
+    chains,
+    chunk_counts,
+    ctas_per_head,
+    expected_warmup_chunks,
+    least_segment_chunks,
+    separate_ctas,
+    separate_steps,
+    shared,
+    shares,
+    split_items,
+)
+from .model.makespan import makespan
+from .plan import Option
+from .schedule import Schedule
+from .split_models import SplitModels
+
+#: By how much a split must be predicted faster.  A cost model of the shipped database is off by 2 to 6 % (median) on
+#: rows that it has not seen, and splitting what need not be split costs more than leaving whole what might be split.
+MARGIN = 0.05
+EXACT = "exact"
+#: What is tried next as factors of the fastest length so far, over and over while it gains, and then beside it.  Of
+#: batches of more than `FEW` lengths the first two each: a try takes longer there, and a length matters less.
+FACTORS = (0.5, 2.0, 2 / 3, 1.5)
+NEIGHBOURS = (1.4, 1.2, 1.1, 1.05)
+FEW = 8
+
+
+#: {length: how many}; and an option with its least time in µs, its chains, how CTAs share them, and its CTAs.
+Chains = Mapping[int, int]
+Bounded = tuple[float, Option, Chains, tuple[int, int], int]
+
+
+class KernelTime(NamedTuple):
+    """A kernel of a plan, its schedule, and the time in µs that its cost model predicts; None where it has none."""
+
+    kernel: str
+    schedule: Schedule
+    predicted_us: float | None
+
+
+class Alternative(NamedTuple):
+    """One way to run a batch.  segment_chunks: None for whole sequences.  kernels: in launch order.
+
+    total_us: the sum of the predictions, or what the one-wave form says where that is the better one.
+    """
+
+    segment_chunks: int | None
+    kernels: tuple[KernelTime, ...]
+    total_us: float
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How to run a batch.  chosen: what is predicted fastest, by the margin if it is a split.
+
+    alternatives: what else was predicted, the fastest first.  reason: why whole sequences, empty for a split.
+    window_share, warmup_chunks: what was expected of the gates.
+    """
+
+    chosen: Alternative
+    alternatives: tuple[Alternative, ...]
+    reason: str
+    sm_count: int
+    window_share: float
+    warmup_chunks: int
+
+    @property
+    def segment_chunks(self) -> int | None:
+        """Chunks of the longest segment, as `split.cut_batch` takes them; None for whole sequences."""
+        return self.chosen.segment_chunks
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """The schedule of every kernel to launch, in launch order."""
+        return {kernel: schedule for kernel, schedule, _ in self.chosen.kernels}
+
+    @property
+    def predicted_us(self) -> dict[str, float | None]:
+        """Predicted µs of every kernel to launch."""
+        return {kernel: time_us for kernel, _, time_us in self.chosen.kernels}
+
+
+def plan_split(
+    models: SplitModels,
+    lengths: Sequence[int],
+    sm_count: int,
+    window: str | float = EXACT,
+    window_share: float | None = None,
+) -> SplitPlan:
+    """The plan for sequences of ``lengths`` tokens on ``sm_count`` SMs.
+
+    window: "exact", or the tolerance of windows in (0, 1).  window_share: of the value heads, in [0, 1], those whose
+    gates are known to decay so that windows hold; `EXPECTED_WINDOW_SHARE` if None.  "exact" has no windows, whatever
+    the gates.  Raises InputError for a share or a tolerance outside these.
+    """
+    share = EXPECTED_WINDOW_SHARE if window_share is None else window_share
+    if not 0.0 <= share <= 1.0 or (window != EXACT and not 0.0 < window < 1.0):
+        raise InputError(
+            f'`0 <= window_share <= 1` and `window` "exact" or in (0, 1) must hold, but got window_share={share} and '
+            f"window={window!r}; pass window_share=None where nothing is known about the gates."
+        )
+    share, warmup = (0.0, 0) if window == EXACT else (share, expected_warmup_chunks(window))
+    return _Search(models, lengths, sm_count, share, warmup).plan()
+
+
+class _Search:
+    """One call of `plan_split`."""
+
+    def __init__(self, models: SplitModels, lengths: Sequence[int], sm_count: int, share: float, warmup: int):
+        problem = models.problems["fused_forward"]
+        self._models, self._sm_count, self._share, self._warmup = models, sm_count, share, warmup
+        self._heads = problem.num_value_heads
+        self._counts = chunk_counts(lengths, problem.chunk_size)
+        self._chunks = sum([chunks * number for chunks, number in self._counts.items()])
+        self._inverse = self._kkt_inverse()
+        self._inverse_us = self._inverse.predicted_us or 0.0
+        self._seen: set[int] = set()
+        self._least_us = math.inf  # of the splits tried
+
+    def plan(self) -> SplitPlan:
+        whole = self._whole()
+        tried: dict[int, Alternative] = {}
+        reason = self._reason_not_to_split(whole)
+        if not reason:
+            self._try_segments(tried)
+            fastest = min(tried.values(), key=attrgetter("total_us"))
+            if fastest.total_us < whole.total_us * (1 - MARGIN):
+                others = (found for found in (whole, *tried.values()) if found is not fastest)
+                return self._plan(fastest, others, "")
+            reason = f"no split is predicted more than {MARGIN:.0%} faster"
+        return self._plan(whole, tried.values(), reason)
+
+    def _plan(self, chosen: Alternative, others: Iterable[Alternative], reason: str) -> SplitPlan:
+        ordered = tuple(sorted(others, key=attrgetter("total_us")))
+        return SplitPlan(chosen, ordered, reason, self._sm_count, self._share, self._warmup)
+
+    def _kkt_inverse(self) -> KernelTime:
+        """The same either way, by the schedule that was looked up."""
+        schedule, time_us = self._models.schedules["kkt_inverse"], None
+        for option in self._models.options.get("kkt_inverse", ()):
+            if option.schedule == schedule and self._chunks:
+                ctas = separate_ctas(self._models.problems["kkt_inverse"], schedule, self._chunks)
+                time_us = option.time_us(separate_steps(schedule, ctas, self._sm_count), ctas)
+        return KernelTime("kkt_inverse", schedule, time_us)
+
+    def _whole(self) -> Alternative:
+        found = self._models.options["fused_forward"]
+        if not found or not self._chunks:
+            forward = KernelTime("fused_forward", self._models.schedules["fused_forward"], None)
+        else:
+            heads = {chunks: number * self._heads for chunks, number in self._counts.items()}
+            forward = self._fastest("fused_forward", self._bounded("fused_forward", heads))
+        return Alternative(None, (self._inverse, forward), self._inverse_us + (forward.predicted_us or 0.0))
+
+    def _bounded(self, kernel: str, found: Chains) -> list[Bounded]:
+        """The options of a kernel with the least time that its work allows, the least first."""
+        problem, longest = self._models.problems[kernel], max(found, default=0)
+        work = sum([length * number for length, number in found.items()]) / self._sm_count
+        number = sum(found.values())
+        bounded = []
+        for option in self._models.options[kernel]:
+            times, among = by = shares(problem, option.schedule)
+            ctas = number * times // among
+            least_us = option.time_us(max(longest, work * times / among), ctas)
+            bounded.append((least_us, option, found, by, ctas))
+        return sorted(bounded, key=itemgetter(0))
+
+    def _fastest(self, kernel: str, bounded: Sequence[Bounded]) -> KernelTime:
+        best_us, best = math.inf, None
+        for least_us, option, found, by, ctas in bounded:
+            if least_us >= best_us:
+                break
+            time_us = option.time_us(makespan(shared(found, by), self._sm_count), ctas)
+            if time_us < best_us:
+                best_us, best = time_us, option.schedule
+        return KernelTime(kernel, best, best_us)
+
+    def _reason_not_to_split(self, whole: Alternative) -> str:
+        """What shows at once that no split pays, empty where that has to be tried."""
+        if not self._models.can_split:
+            return "the database has no cost models of all kernels of a split"
+        self._least = least_segment_chunks(self._models.problems["segment_forward"])
+        longest, least = max(self._counts, default=0), self._least
+        if longest < 2 * least:
+            return f"no sequence has two segments of {least} chunks"
+        # A split does the same forward, at best spread evenly, and three launches.
+        work = self._heads * self._chunks / self._sm_count
+        found = self._models.options
+        bound = self._inverse_us + min(
+            option.us_per_step * work * ctas_per_head(option.schedule) for option in found["segment_forward"]
+        )
+        bound += sum(min(option.us_constant for option in found[kernel]) for kernel in SPLIT_KERNELS)
+        if self._models.one_wave is None and bound >= whole.total_us * (1 - MARGIN):
+            return "whole sequences already keep the card as busy as a split could"
+        return ""
+
+    def _try_segments(self, tried: dict[int, Alternative]) -> None:
+        """From lengths that just fill the card to half and double, as long as that gains; then near the best."""
+        longest = max(self._counts)
+        most = -(-longest // 2)
+        long_ones = sum([number for chunks, number in self._counts.items() if 2 * chunks > longest])
+        parts = max(2, self._sm_count // (self._heads * long_ones))
+        share = math.ceil(self._heads * self._chunks / self._sm_count)
+        for length in (-(-longest // parts), share, 2 * share):
+            self._try(min(max(length, self._least), most), tried)
+        filling = min(tried.values(), key=attrgetter("total_us")).segment_chunks
+        few = len(self._counts) <= FEW
+        for factor in FACTORS if few else FACTORS[:2]:
+            length, losses = int(filling * factor), 0
+            while losses < (2 if few else 1) and self._least <= length <= most:
+                losses = 0 if self._try(length, tried) else losses + 1
+                length = int(length * factor)
+        for step in NEIGHBOURS if few else NEIGHBOURS[:2]:
+            best = min(tried.values(), key=attrgetter("total_us")).segment_chunks
+            for length in (int(best / step), math.ceil(best * step)):
+                if self._least <= length < longest:
+                    self._try(length, tried)
+
+    def _try(self, segment_chunks: int, tried: dict[int, Alternative]) -> bool:
+        """Predict a cut; whether that is the fastest split so far."""
+        if segment_chunks in self._seen:
+            return False
+        self._seen.add(segment_chunks)
+        found = self._split(segment_chunks)
+        if found is None:
+            return False
+        tried[segment_chunks] = found
+        gained = found.total_us < self._least_us
+        self._least_us = min(self._least_us, found.total_us)
+        return gained
+
+    def _split(self, segment_chunks: int) -> Alternative | None:
+        """None where its work alone takes longer than a split that was tried."""
+        split = Split(segment_chunks, self._share, self._warmup)
+        items = split_items(self._counts, self._heads, self._least, split)
+        bounded = {
+            kernel: self._bounded(kernel, chains(self._models.problems[kernel], items)) for kernel in SPLIT_KERNELS
+        }
+        total_us = self._one_wave_us(segment_chunks, items)
+        if total_us is None and self._inverse_us + sum([found[0][0] for found in bounded.values()]) >= self._least_us:
+            return None
+        kernels = [self._fastest(kernel, found) for kernel, found in bounded.items()]
+        if total_us is None:
+            total_us = sum([kernel.predicted_us for kernel in kernels])
+        return Alternative(segment_chunks, (self._inverse, *kernels), self._inverse_us + total_us)
+
+    def _one_wave_us(self, segment_chunks: int, items: SplitItems) -> float | None:
+        """What the one-wave form says of equal sequences in one wave, with the windows that it was fitted with."""
+        model, expected = self._models.one_wave, (EXPECTED_WINDOW_SHARE, MEASURED_WARMUP_CHUNKS)
+        if model is None or len(self._counts) > 1 or (self._share, self._warmup) != expected:
+            return None
+        if any(sum(of.values()) > self._sm_count for of in (items.forward, items.values)):
+            return None
+        (chunks,) = self._counts
+        return model.predict_us(segment_chunks, chunks / segment_chunks)
+
+
+def describe(plan: SplitPlan, most: int = 5) -> str:
+    """The plan as text: what is chosen and why, the prediction per kernel, and the ``most`` fastest alternatives."""
+    chosen = plan.chosen
+    lines = [f"{_name(chosen)}, predicted {_us(chosen.total_us)}" + (f": {plan.reason}" if plan.reason else "")]
+    lines += [f"  {kernel:<16} {_us(time_us):>10}  {schedule}" for kernel, schedule, time_us in chosen.kernels]
+    if plan.segment_chunks is not None:
+        lines.append(
+            f"  expected windows: {plan.window_share:.0%} of the value heads, {plan.warmup_chunks} chunks"
+            if plan.warmup_chunks
+            else "  no windows: every value head is exact"
+        )
+    if plan.alternatives:
+        lines.append(f"alternatives on {plan.sm_count} SMs:")
+    for other in plan.alternatives[:most]:
+        parts = ", ".join(f"{kernel} {_us(time_us)}" for kernel, _, time_us in other.kernels)
+        lines.append(f"  {_name(other)}: {_us(other.total_us)} ({parts})")
+    return "\n".join(lines)
+
+
+def _name(found: Alternative) -> str:
+    chunks = found.segment_chunks
+    return "whole sequences" if chunks is None else f"segments of at most {chunks} chunks"
+
+
+def _us(time_us: float | None) -> str:
+    return "unknown" if time_us is None else f"{time_us:.1f} µs"

@@ -1,0 +1,261 @@
+"""When and how a batch is split, from made-up cost models: against every other length, and against the rules."""
+
+import random
+import re
+import statistics
+import time
+
+import pytest
+
+from qla_jit import split
+from qla_jit.config import FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
+from qla_jit.db import BestRow, CostModel, Database, Environment
+from qla_jit.db.lookup import family
+from qla_jit.errors import InputError
+from qla_jit.model.features import MEASURED_WARMUP_CHUNKS, Split, num_ctas, steps
+from qla_jit.plan import Option
+from qla_jit.registry import digest, select
+from qla_jit.split_models import SplitModels, split_options
+from qla_jit.split_plan import EXACT, MARGIN, describe, plan_split
+
+SMS = 132
+TOLERANCE = 1e-5
+CARD = Environment("card", "sm90", SMS, "1", "13.0", "0.1", "2.0")
+TIMES = {
+    "kkt_inverse": (1.2, 0.02, 4.0),
+    "fused_forward": (1.8, 0.05, 8.0),
+    "segment_state": (1.35, 0.05, 8.0),
+    "segment_correct": (0.7, 0.02, 5.0),
+    "segment_forward": (1.85, 0.05, 9.0),
+}
+NARROW = {
+    "fused_forward": (dict(dv_split=2, registers="40/168/240"), (1.4, 0.05, 8.0)),
+    "segment_state": (dict(columns=64, registers="40/168/240"), (1.1, 0.05, 8.0)),
+    "segment_forward": (dict(dv_split=2, registers="40/168/240"), (1.45, 0.05, 9.0)),
+}
+
+
+def default(problem):
+    return select(problem).default(problem)
+
+
+def models(num_heads=2, num_value_heads=8, times=TIMES, **changes):
+    config = OpConfig(num_heads, num_value_heads)
+    problems = {kernel: config.problem(kernel) for kernel in (*FORWARD_KERNELS, *SPLIT_KERNELS)}
+    schedules = {kernel: default(problem) for kernel, problem in problems.items()}
+    options = {kernel: (Option(schedules[kernel], *times[kernel]),) for kernel in problems}
+    for kernel, (values, coefficients) in NARROW.items():
+        options[kernel] += (Option(schedules[kernel].replace(**values), *coefficients),)
+    return SplitModels(problems, schedules, {**options, **changes})
+
+
+def total_us(found, lengths, segment_chunks, share=0.75, warmup=MEASURED_WARMUP_CHUNKS):
+    """The prediction by the features themselves."""
+
+    def fastest(kernel, split=None):
+        problem = found.problems[kernel]
+        return min(
+            o.time_us(steps(problem, o.schedule, lengths, SMS, split), num_ctas(problem, o.schedule, lengths, split))
+            for o in found.options[kernel]
+        )
+
+    inverse = fastest("kkt_inverse")
+    if segment_chunks is None:
+        return inverse + fastest("fused_forward")
+    return inverse + sum(fastest(kernel, Split(segment_chunks, share, warmup)) for kernel in SPLIT_KERNELS)
+
+
+def test_one_long_sequence_on_few_heads_is_split():
+    plan = plan_split(models(), [32768], SMS, TOLERANCE)
+    assert plan.segment_chunks == 32 and plan.reason == ""
+    assert list(plan.schedules) == ["kkt_inverse", *SPLIT_KERNELS]
+    assert plan.chosen.total_us == pytest.approx(sum(plan.predicted_us.values()))
+    assert any(other.segment_chunks is None for other in plan.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "reason"),
+    [
+        ((16, 64), [8192] * 1000, "already keep the card as busy"),
+        ((16, 64), [32768], "more than 5% faster"),
+        ((2, 8), [900, 0, 5], "no sequence has two segments of 8 chunks"),
+        ((2, 8), [], "no sequence has two segments of 8 chunks"),
+        ((2, 8), [0, 0], "no sequence has two segments of 8 chunks"),
+    ],
+)
+def test_whole_sequences_say_why(heads, lengths, reason):
+    plan = plan_split(models(*heads), lengths, SMS, TOLERANCE)
+    assert plan.segment_chunks is None and reason in plan.reason
+    assert list(plan.schedules) == list(FORWARD_KERNELS)
+
+
+@pytest.mark.parametrize("missing", ["fused_forward", *SPLIT_KERNELS])
+def test_without_a_model_of_a_kernel_nothing_is_split(missing):
+    plan = plan_split(models(**{missing: ()}), [32768], SMS, TOLERANCE)
+    assert plan.segment_chunks is None and "no cost models" in plan.reason
+    assert list(plan.schedules) == list(FORWARD_KERNELS)
+
+
+def test_without_a_model_of_kkt_inverse_the_others_decide():
+    plan = plan_split(models(kkt_inverse=()), [32768], SMS, TOLERANCE)
+    assert plan.segment_chunks and plan.predicted_us["kkt_inverse"] is None
+
+
+def test_exact_means_no_windows_whatever_the_gates():
+    exact = plan_split(models(), [32768], SMS, EXACT, window_share=1.0)
+    assert (exact.window_share, exact.warmup_chunks) == (0.0, 0)
+    assert exact.chosen == plan_split(models(), [32768], SMS, TOLERANCE, window_share=0.0).chosen
+    assert exact.chosen.total_us > plan_split(models(), [32768], SMS, TOLERANCE, window_share=1.0).chosen.total_us
+
+
+def test_expected_windows_follow_from_the_tolerance():
+    assert plan_split(models(), [32768], SMS, TOLERANCE).warmup_chunks == MEASURED_WARMUP_CHUNKS
+    assert plan_split(models(), [32768], SMS, 1e-4).warmup_chunks == 3
+    assert plan_split(models(), [32768], SMS, 1e-4).window_share == 0.75
+
+
+def test_a_split_must_be_faster_by_the_margin():
+    found = models()
+    whole_us = total_us(found, [32768], None)
+    best_us = plan_split(found, [32768], SMS, TOLERANCE).chosen.total_us
+    added_us = whole_us * (1 - MARGIN) - best_us
+    a, b, c = TIMES["segment_correct"]
+    for slower_us, is_split in ((0.9 * added_us, True), (1.1 * added_us, False)):
+        slow = models(times={**TIMES, "segment_correct": (a, b, c + slower_us)})
+        assert (plan_split(slow, [32768], SMS, TOLERANCE).segment_chunks is not None) == is_split
+
+
+def batches(count):
+    draw = random.Random(7)
+    for _ in range(count):
+        heads = draw.choice([2, 4, 8, 16, 32, 64])
+        lengths = [int(2 ** draw.uniform(6, 16)) for _ in range(draw.choice([1, 1, 2, 3, 8, 20, 64]))]
+        yield models(max(1, heads // 4), heads), lengths, draw.choice([0.0, 0.5, 0.75, 1.0])
+
+
+def test_predictions_are_those_of_the_features():
+    for found, lengths, share in batches(60):
+        plan = plan_split(found, lengths, SMS, TOLERANCE, share)
+        for way in (plan.chosen, *plan.alternatives):
+            assert way.total_us == pytest.approx(total_us(found, lengths, way.segment_chunks, share), rel=2e-3)
+
+
+def test_the_length_is_near_the_best_of_all():
+    losses = []
+    for found, lengths, share in batches(60):
+        plan = plan_split(found, lengths, SMS, TOLERANCE, share)
+        longest = max(lengths) // 64
+        ways = [None, *sorted({max(8, round(8 * 1.06**i)) for i in range(90) if 8 * 1.06**i < longest})]
+        best_us = min(total_us(found, lengths, way, share) for way in ways)
+        losses.append(plan.chosen.total_us / best_us - 1)
+    assert statistics.fmean(losses) < 0.02
+    assert max(losses) < 0.12
+
+
+def test_equal_calls_give_equal_plans():
+    for found, lengths, share in batches(10):
+        assert plan_split(found, lengths, SMS, TOLERANCE, share) == plan_split(found, lengths, SMS, TOLERANCE, share)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[8192] * 1000, [1 + 17 * n % 65536 for n in range(1000)], [1 + 17 * n % 2048 for n in range(999)] + [262144]],
+    ids=["equal", "ragged", "one long"],
+)
+def test_a_plan_of_a_thousand_sequences_takes_less_than_a_millisecond(lengths):
+    found, times = models(), []
+    for _ in range(30):
+        started = time.perf_counter()
+        plan_split(found, lengths, SMS, TOLERANCE)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 1e-3  # the least: what else runs on the machine is not the plan's time
+
+
+@pytest.mark.parametrize(("window", "share"), [(EXACT, 1.5), (EXACT, -0.1), (0.0, None), (1.0, None)])
+def test_impossible_shares_and_windows_are_refused(window, share):
+    with pytest.raises(InputError, match="0 <= window_share <= 1"):
+        plan_split(models(), [32768], SMS, window, share)
+
+
+def test_exact_is_the_word_of_the_split():
+    assert EXACT == split.EXACT
+
+
+def cost_model(problem, schedule, coefficients, form="work", **changes):
+    values = dict(rows=24, loo_error=0.02, loo_p90=0.05, fitted_on="f", template_digest=digest(schedule.template))
+    kept = family(problem) if form == "work" else problem
+    return CostModel(kept, schedule, form, coefficients, environment=CARD, **{**values, **changes})
+
+
+def best(problem, workload, schedule, median_us=100.0):
+    return BestRow(problem, workload, schedule, median_us, median_us, digest(schedule.template), CARD, 10)
+
+
+def test_schedules_are_winners_that_have_a_model_one_for_each_way_to_share_the_work():
+    problem = OpConfig(2, 8).problem("segment_state")
+    whole = default(problem)
+    other, narrow = whole.replace(stages_x=1), whole.replace(columns=64, registers="40/168/240")
+    unfitted = narrow.replace(stages_k=2)
+    rows = [best(problem, "*", other), best(problem, "1x32768/16", narrow), best(problem, "1x32768/8", unfitted)]
+    fits = [cost_model(problem, schedule, (i + 1.0, 0.0, 1.0)) for i, schedule in enumerate((whole, other, narrow))]
+    found = [option for option, _ in split_options(problem, rows, fits)]
+    assert [option.schedule for option in found] == [other, narrow]
+    assert [option.us_per_step for option in found] == [2.0, 3.0]
+    assert [option.schedule for option, _ in split_options(problem, [], fits)] == [whole]
+    stale = [cost_model(problem, whole, (1.0, 0.0, 1.0), template_digest="e" * 64)]
+    assert split_options(problem, [], stale) == []
+
+
+def stored(path, *more):
+    config = OpConfig(2, 8)
+    problems = {kernel: config.problem(kernel) for kernel in (*FORWARD_KERNELS, *SPLIT_KERNELS)}
+    db = Database(path, shipped=False)
+    rows = [best(p, "1x32768" + "/16" * (k in SPLIT_KERNELS), default(p)) for k, p in problems.items()]
+    fits = [cost_model(p, default(p), TIMES[k]) for k, p in problems.items()]
+    db.store.add(best=rows, fits=[*fits, *more])
+    return config, db
+
+
+def test_models_come_from_the_database(tmp_path):
+    config, db = stored(tmp_path / "t.sqlite")
+    with db:
+        found = SplitModels.of(config, db)
+    assert found.can_split and found.one_wave is None
+    assert {k: o.us_per_step for k, (o,) in found.options.items()} == {k: t[0] for k, t in TIMES.items()}
+    assert plan_split(found, [32768], SMS, TOLERANCE).segment_chunks is not None
+
+
+def test_an_empty_database_never_splits(tmp_path):
+    with Database(tmp_path / "t.sqlite", shipped=False) as db:
+        assert plan_split(SplitModels.of(OpConfig(2, 8), db), [32768], SMS).segment_chunks is None
+
+
+def test_one_wave_form_is_used_where_it_errs_less_and_describes_the_call(tmp_path):
+    forward = OpConfig(2, 8).problem("segment_forward")
+    wave = cost_model(forward, default(forward), (3.0, 1.5, 20.0), "one_wave", loo_error=0.01)
+    config, db = stored(tmp_path / "t.sqlite", wave)
+    with db:
+        found = SplitModels.of(config, db)
+    assert found.one_wave == wave
+    plan = plan_split(found, [32768], SMS, TOLERANCE)
+    told = {way.segment_chunks: way for way in (plan.chosen, *plan.alternatives)}
+    inverse_us = plan.predicted_us["kkt_inverse"]
+    assert told[32].total_us == pytest.approx(inverse_us + 3.0 * 32 + 1.5 * 16 + 20.0)
+    ragged = plan_split(found, [32768, 16384], SMS, TOLERANCE)
+    assert ragged.chosen.total_us == pytest.approx(sum(ragged.predicted_us.values()))
+    worse = cost_model(forward, default(forward), (3.0, 1.5, 20.0), "one_wave", loo_error=0.03)
+    config, db = stored(tmp_path / "other.sqlite", worse)
+    with db:
+        assert SplitModels.of(config, db).one_wave is None
+
+
+def test_text_names_the_choice_the_times_and_what_was_beaten():
+    text = describe(plan_split(models(), [32768], SMS, TOLERANCE))
+    assert text.startswith("segments of at most 32 chunks, predicted ")
+    assert re.search(r"segment_state +\d+\.\d µs  segment_state_sm90\(columns=", text)
+    assert "expected windows: 75% of the value heads, 4 chunks" in text
+    assert re.search(r"alternatives on 132 SMs:\n(.*\n)*  whole sequences: \d+\.\d µs \(kkt_inverse", text)
+    whole = describe(plan_split(models(segment_state=(), kkt_inverse=()), [32768], SMS))
+    assert whole.startswith("whole sequences, predicted ") and "no cost models" in whole
+    assert re.search(r"kkt_inverse +unknown", whole)
+    assert "no windows: every value head is exact" in describe(plan_split(models(), [32768], SMS))
