@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import launch, segment_harness
+from . import backward_harness, launch, segment_harness
 from .config import SPLIT_KERNELS, Problem
 from .errors import ConfigError
 from .numerics import GPU_TOLERANCE, make_inputs, relative_error
@@ -28,6 +28,10 @@ from .reference import (
 FP32_TOLERANCE = {"log_gates": 1e-5, "g_out": 2e-6, "beta_out": 2e-6, "starts": 1e-12, "decays": 1e-5}
 #: Of the cases of a split: what the window may drop, far below the tolerance of what is compared.
 WINDOW = 1e-5
+
+
+#: Outputs per slot; a slot that no chunk owns holds anything.
+OF_SLOTS = ("a", "log_gates", "states", "dstates")
 
 
 @dataclass
@@ -86,7 +90,7 @@ class Case:
         worst, found = 0.0, self.read(self.tensors)
         for name, want in self.wanted.items():
             got = found[name]
-            if name in ("a", "log_gates"):
+            if name in OF_SLOTS:
                 got, want = got[self.owned], want[self.owned]
             if name == "a":
                 got = launch.without_upper_quarter(got)
@@ -243,6 +247,21 @@ def _split_case(
     return whole
 
 
+def _recompute_state_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
+    tensors, reference = backward_harness.recompute_state_tensors(problem, inputs, owned)
+    return Case(problem, tensors, reference, owned, GPU_TOLERANCE[inputs.k.dtype])
+
+
+def _backward_state_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
+    tensors, reference = backward_harness.backward_state_tensors(problem, inputs, owned)
+    return Case(problem, tensors, reference, owned, GPU_TOLERANCE[inputs.k.dtype])
+
+
+def _backward_grad_case(problem: Problem, inputs, owned: torch.Tensor) -> Case:
+    tensors, reference = backward_harness.backward_grad_tensors(problem, inputs, owned)
+    return Case(problem, tensors, reference, owned, GPU_TOLERANCE[inputs.k.dtype])
+
+
 def _intervals(counts: Sequence[int]) -> list[tuple[int, int]]:
     """(sequence, 1-based interval) of every checkpoint, in the order of their rows."""
     return [(n, i) for n, count in enumerate(counts) for i in range(1, count + 1)]
@@ -263,4 +282,7 @@ _MAKERS = {
     "kkt_inverse": _kkt_inverse_case,
     "fused_forward": _fused_forward_case,
     **dict.fromkeys(SPLIT_KERNELS, _split_case),
+    "recompute_state": _recompute_state_case,
+    "backward_state": _backward_state_case,
+    "backward_grad": _backward_grad_case,
 }

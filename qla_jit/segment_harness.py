@@ -156,7 +156,7 @@ def state_outputs(case: SplitCase, tensors: dict) -> dict[str, torch.Tensor]:
             [read_state(o, case.token(s), h, problem.head_dim_k) for s, h in _heads_of(case, case.cut_firsts)]
         )
     if case.items:
-        found["states"] = torch.stack(
+        found["left_states"] = torch.stack(
             [read_state(o, case.token(i.segment + 1), i.head, problem.head_dim_k) for i in case.items]
         )
     if case.transfers:
@@ -173,7 +173,7 @@ def state_wanted(case: SplitCase) -> dict[str, torch.Tensor]:
     if case.cut_firsts:
         found["initial_states"] = torch.stack([case.start_states[s, h] for s, h in _heads_of(case, case.cut_firsts)])
     if case.items:
-        found["states"] = case.left_states()
+        found["left_states"] = case.left_states()
     if case.transfers:
         found["deviations"] = torch.stack([case.deviation(i.segment, i.head) for i in case.transfers])
         found["decays"] = torch.stack([case.decay(i.segment, i.head) for i in case.transfers])
@@ -202,13 +202,13 @@ def corrected(case: SplitCase, tensors: dict) -> dict[str, torch.Tensor]:
         read_state(tensors["o"], case.token(segment), head, case.problem.head_dim_k)
         for segment, head in _unknown(case.starts)
     ]
-    return {"states": torch.stack(found)} if found else {}
+    return {"start_states": torch.stack(found)} if found else {}
 
 
 def corrected_wanted(case: SplitCase) -> dict[str, torch.Tensor]:
     """Float64 start states that only the correction knows."""
     found = [case.start_states[segment, head] for segment, head in _unknown(case.starts)]
-    return {"states": torch.stack(found)} if found else {}
+    return {"start_states": torch.stack(found)} if found else {}
 
 
 def _heads_of(case: SplitCase, segments: Sequence[int]) -> list[tuple[int, int]]:
