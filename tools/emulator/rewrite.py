@@ -91,7 +91,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Pieces between separators outside strings and brackets; ``a::b`` is no separator outside the list of sections."""
+    """Pieces between separators that are outside of strings and brackets."""
     pieces, depth, i, start = [], 0, 0, 0
     while i < len(text):
         string = _STRING.match(text, i)

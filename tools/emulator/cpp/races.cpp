@@ -25,12 +25,20 @@ struct Cell {
   std::vector<Moment> reads;           // since the last write
 };
 
+struct Snapshot {
+  uint64_t learned = ~0ull;  // by all lanes
+  std::shared_ptr<const Knowledge> knowledge;
+};
+
 struct Recorder {
   bool on = false;
   unsigned threads = 0, copies = 0;
+  uint32_t used = kSharedBytes;        // past the last address that was accessed
   std::vector<Knowledge> knowledge;    // of each thread
   std::vector<uint32_t> agent_moment;  // of each agent, from `threads` on: warps, then copies
   std::vector<Cell> cells;
+  std::vector<uint64_t> learned;    // how often each thread learned something
+  std::vector<Snapshot> snapshots;  // of each warp, at its last product
   std::set<std::tuple<const void*, const void*, int>> reported;
   std::string text;
 } r;
@@ -55,6 +63,7 @@ void report(uint32_t address, const Moment& before, bool wrote, const Moment& no
 // The access of `now` to a cell; it knows `seen` and, for what it needs to see through another proxy, `fenced`.
 void touch(uint32_t address, const Moment& now, bool writes, const Knowledge& knowledge) {
   Cell& cell = r.cells[address / kCell];
+  r.used = std::max(r.used, address + kCell);
   const Moment& write = cell.write;
   if (write.when && write.who != now.who) {
     if (knowledge.seen[write.who] < write.when) report(address, write, true, now, writes, false);
@@ -81,8 +90,8 @@ void join(std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
   for (size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
 }
 
-Operation begin(unsigned agent, const void* place, const Knowledge& knowledge) {
-  return {r.threads + agent, ++r.agent_moment[agent], place, knowledge};
+Operation begin(unsigned agent, const void* place, std::shared_ptr<const Knowledge> knowledge) {
+  return {r.threads + agent, ++r.agent_moment[agent], place, std::move(knowledge)};
 }
 
 }  // namespace
@@ -108,6 +117,8 @@ void reset(unsigned threads) {
   r.threads = threads;
   r.copies = 0;
   r.agent_moment.assign(agents, 0);
+  r.learned.assign(threads, 0);
+  r.snapshots.assign(warps, {});
   r.knowledge.assign(threads, {});
   for (unsigned t = 0; t < threads; ++t) {
     r.knowledge[t].seen.assign(threads + agents, 0);
@@ -115,10 +126,11 @@ void reset(unsigned threads) {
     r.knowledge[t].seen[t] = 1;
   }
   r.cells.resize(kSharedBytes / kCell);
-  for (Cell& cell : r.cells) {
-    cell.write.when = 0;
-    cell.reads.clear();
+  for (uint32_t i = 0; i < r.used / kCell; ++i) {
+    r.cells[i].write.when = 0;
+    r.cells[i].reads.clear();
   }
+  r.used = 0;
 }
 
 void release(Knowledge& gathered) {
@@ -129,7 +141,9 @@ void release(Knowledge& gathered) {
 }
 
 void acquire(unsigned thread, const Knowledge& released) {
-  if (r.on && !released.seen.empty()) r.knowledge[thread].join(released);
+  if (!r.on || released.seen.empty()) return;
+  r.knowledge[thread].join(released);
+  ++r.learned[thread];
 }
 
 void meet(unsigned first, uint32_t mask) {
@@ -141,6 +155,7 @@ void meet(unsigned first, uint32_t mask) {
     if (mask >> lane & 1) {
       r.knowledge[first + lane] = all;
       ++r.knowledge[first + lane].seen[first + lane];
+      ++r.learned[first + lane];
     }
 }
 
@@ -148,37 +163,47 @@ void proxy_fence() {
   if (!r.on) return;
   Knowledge& mine = r.knowledge[this_thread()];
   mine.fenced = mine.seen;
+  ++r.learned[this_thread()];
   ++mine.seen[this_thread()];
 }
 
 Operation begin_copy(const void* place) {
   if (!r.on) return {};
   const unsigned agent = m.warps.size() + r.copies++ % kCopyAgents;
-  const Operation operation = begin(agent, place, r.knowledge[this_thread()]);
+  const Operation operation = begin(agent, place, std::make_shared<Knowledge>(r.knowledge[this_thread()]));
   ++r.knowledge[this_thread()].seen[this_thread()];
   return operation;
 }
 
 Operation begin_product(unsigned first, const void* place) {
   if (!r.on) return {};
-  Knowledge all;
-  for (unsigned lane = 0; lane < 32; ++lane) {
-    all.join(r.knowledge[first + lane]);
-    ++r.knowledge[first + lane].seen[first + lane];
+  // What the lanes wrote since they last learned something has passed no fence, so the last snapshot still serves.
+  Snapshot& snapshot = r.snapshots[first / 32];
+  uint64_t learned = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) learned += r.learned[first + lane];
+  if (snapshot.learned != learned) {
+    Knowledge all;
+    for (unsigned lane = 0; lane < 32; ++lane) {
+      all.join(r.knowledge[first + lane]);
+      ++r.knowledge[first + lane].seen[first + lane];
+    }
+    snapshot = {learned, std::make_shared<Knowledge>(std::move(all))};
   }
-  return begin(first / 32, place, all);
+  return begin(first / 32, place, snapshot.knowledge);
 }
 
 void ended(unsigned thread, const Operation& operation) {
   if (!r.on) return;
   uint32_t& known = r.knowledge[thread].seen[operation.agent];
-  known = std::max(known, operation.moment);
+  if (known >= operation.moment) return;
+  known = operation.moment;
+  ++r.learned[thread];
 }
 
 void ended(Knowledge& gathered, const Operation& operation) {
   if (!r.on) return;
-  gathered.seen.resize(operation.knowledge.seen.size());
-  gathered.fenced.resize(operation.knowledge.seen.size());
+  gathered.seen.resize(operation.knowledge->seen.size());
+  gathered.fenced.resize(operation.knowledge->seen.size());
   gathered.seen[operation.agent] = std::max(gathered.seen[operation.agent], operation.moment);
 }
 
@@ -196,7 +221,8 @@ void access(uint32_t address, uint32_t bytes, bool write, const void* place) {
 void access(uint32_t address, uint32_t bytes, bool write, const Operation& operation) {
   if (!r.on) return;
   const Moment now{uint16_t(operation.agent), true, operation.moment, operation.place};
-  for (uint32_t a = address / kCell * kCell; a < address + bytes; a += kCell) touch(a, now, write, operation.knowledge);
+  for (uint32_t a = address / kCell * kCell; a < address + bytes; a += kCell)
+    touch(a, now, write, *operation.knowledge);
 }
 
 }  // namespace emu::races

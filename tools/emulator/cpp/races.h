@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -23,7 +24,7 @@ struct Knowledge {
 struct Operation {
   uint32_t agent = 0, moment = 0;
   const void* place = nullptr;  // where it was issued: a code address
-  Knowledge knowledge;
+  std::shared_ptr<const Knowledge> knowledge;
 };
 
 // Before the first CTA, and before each, of so many threads.
