@@ -37,6 +37,7 @@ KERNEL_FIELDS = {
     "backward_state": (
         "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
     ),
+    "backward_grad": ("dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads"),
 }  # fmt: skip
 KERNELS = tuple(KERNEL_FIELDS)
 #: What every operator runs; `input_activation` only where `OpConfig.activation` asks for it.
@@ -44,7 +45,7 @@ FORWARD_KERNELS = ("kkt_inverse", "fused_forward")
 #: What takes the place of `fused_forward` where sequences are cut into segments.
 SPLIT_KERNELS = ("segment_state", "segment_correct", "segment_forward")
 #: The backward: states before every chunk, gradients of states and of V, then of everything else.
-BACKWARD_KERNELS = ("recompute_state", "backward_state")
+BACKWARD_KERNELS = ("recompute_state", "backward_state", "backward_grad")
 #: Kernels that know nothing of chunks: their problems have the default chunk size.
 UNCHUNKED_KERNELS = ("input_activation",)
 

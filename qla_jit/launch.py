@@ -54,6 +54,10 @@ ARGUMENTS = {
         "q", "k", "do", "a", "log_gates", "bounds", "dfinal", "dinitial", "dstates", "dv", "scale", "has_dfinal",
         "has_dinitial",
     ),
+    "backward_grad": (
+        "q", "k", "beta", "a", "log_gates", "bounds", "states", "residuals", "dstates", "dv", "do", "dq", "dk", "dbeta",
+        "dg", "scale",
+    ),
 }  # fmt: skip
 OUTPUTS = {
     "input_activation": ("q_out", "k_out", "g_out", "beta_out"),
@@ -64,6 +68,7 @@ OUTPUTS = {
     "segment_forward": ("o", "final"),
     "recompute_state": ("states", "residuals"),
     "backward_state": ("dstates", "dv", "dinitial"),
+    "backward_grad": ("dq", "dk", "dbeta", "dg"),
 }
 
 

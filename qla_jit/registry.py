@@ -23,6 +23,7 @@ TEMPLATE_MODULES = (
     "segment_forward_sm90",
     "recompute_state_sm90",
     "backward_state_sm90",
+    "backward_grad_sm90",
 )
 
 

@@ -1,0 +1,571 @@
+"""Gradients of Q, K, β and the gates of one (chunk, key head) on Hopper, warp-specialised.
+
+From what the other kernels of the backward leave of every value head of the key head, the state S before the chunk,
+Y = V − diag(γ) K S, the gradient dS of the state that leaves it, and Z = dV; L = tril(K Kᵀ, −1), and E = U / β:
+
+    E = ((I − L Ã)∘Γ) Y      D₁ = dO Eᵀ      D₂ = Z Eᵀ      X = scale tril(Q Kᵀ)∘Γ∘D₁ − L∘Γ∘D₂
+    dP = scale tril(D₁)∘Γ diag(β)           W = −tril(D₂, −1)∘Γ diag(β)       M = tril(X, −1) diag(β)
+    dQ = Σ scale diag(γ) dO Sᵀ + dP K        dK = Σ dPᵀ Q + diag(β γ_C/γ) E dSᵀ − diag(γ) Z Sᵀ + (W + Wᵀ) K
+    dβ = column sums of X + κ               κ = γ_C/γ · row dots of K with E dSᵀ
+    d log γ = row dots of Q with scale γ dO Sᵀ, less those of K with γ Z Sᵀ, − β κ + row − column sums of M;
+              the chunk's last token also γ_C ⟨S, dS⟩ + Σ β κ;  dg is its sum from the token to the chunk's end
+
+Chunks do not wait for each other.  A CTA has the chunks of `chunks_per_cta` slots, one after another, each with the
+value heads of its key head in turn: dQ and dK stay in accumulators over them and are written once, so results do not
+depend on the order in which CTAs run.
+
+| role     | warps | per value head, in order                                   | waits for       | signals         |
+| -------- | ----- | ---------------------------------------------------------- | --------------- | --------------- |
+| load     | 1     | TMA K, Q (a chunk); Ã without its zero quarter, Y; dO; S;  | tile_free       | tile_full       |
+|          |       | Z; dS                                                      |                 |                 |
+| gates    | 1     | gates and β of the next head; dβ and dg of this one        | sums_full       | gates_full      |
+| dots     | 2     | ⟨S, dS⟩                                                    | s, ds           | s, ds           |
+| products | 4     | K Kᵀ; L Ã; E tile; Q Kᵀ, D₁ → dP tile; D₂ → W + Wᵀ tile;   | ay, do, z       | ay, do, z       |
+|          |       | sums of X and M                                            | e/dp/w_free     | e/dp/w_full     |
+| dq       | 4     | dO Sᵀ and its dots with Q; dP K                            | do, s, dp_full  | do, s, dp_free  |
+| dk       | 4     | Z Sᵀ, E dSᵀ and their dots with K; dPᵀ Q; (W + Wᵀ) K       | z, s, ds        | z, s, ds        |
+|          |       |                                                            | e/dp/w_full     | e/dp/w_free     |
+
+Stages: K with Q `stages_kq`; Ã with Y `stages_ay`; dO `stages_do`; gates with the sums of a head two; all else one.
+The last two columns name what the load warp brings by its tiles; every role also waits for `gates_full`, arrives at
+`sums_full` when it has left its sums of a head and needs the head's gates no more, and at the free barrier of K and Q
+after the last head.  In a partial chunk the load warp clears the rows past the end before it passes a tile on; Ã is
+zero there, and β is taken as 0.  All exchange between threads goes through mbarriers, and, in `products`, named
+barrier 2, as its products read all rows of E.  Products, registers and ptxas' rules as in `fused_forward_sm90`.
+"""
+
+from qla_jit.config import Problem
+from qla_jit.schedule import Parameter, Role, Schedule
+from qla_jit.template import SharedBuffer, Template, Work
+
+from .fragments_sm90 import FRAGMENTS_CUDA
+from .gradients_sm90 import GRADIENTS_CUDA, Gate, Sum
+
+NAME = "backward_grad_sm90"
+HEAD_STAGES = 2  # of gates and sums
+
+#: load/products/dq/dk registers per thread.
+REGISTERS = ("40/176/144/152", "40/184/136/152", "40/168/152/152")
+
+PARAMETERS = (
+    Parameter("chunks_per_cta", (1, 2, 4), 2, "slots whose chunks a CTA has one after another"),
+    Parameter("stages_kq", (1, 2), 2, "K and Q stages; two load the next chunk's while this one ends"),
+    Parameter("stages_ay", (1, 2), 1, "stages of the inverse and the residuals Y"),
+    Parameter("stages_do", (1, 2), 1, "dO stages"),
+    Parameter("registers", REGISTERS, REGISTERS[0], "registers per thread of load, products, dq and dk"),
+)
+
+
+def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
+    """Warp groups in thread order; `prim_func` branches on this table."""
+    load, products, dq, dk = (int(n) for n in schedule["registers"].split("/"))
+    return (
+        Role("products", 4, products, "what is [C, C]: E, dP, W, sums of X"),
+        Role("dq", 4, dq, "dO Sᵀ, dP K"),
+        Role("dk", 4, dk, "Z Sᵀ, E dSᵀ, dPᵀ Q, (W + Wᵀ) K"),
+        Role("load", 4, load, "warp 0: TMA loads; warp 1: gates, dβ, dg; warps 2 and 3: ⟨S, dS⟩"),
+    )
+
+
+def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
+    c, dk, dv = problem.chunk_size, problem.head_dim_k, problem.head_dim_v
+    kq, ay = schedule["stages_kq"], schedule["stages_ay"]
+    return (
+        SharedBuffer("k", kq * c * dk, 2),
+        SharedBuffer("q", kq * c * dk, 2),
+        SharedBuffer("a", ay * c * c, 2),
+        SharedBuffer("y", ay * c * dv, 2),
+        SharedBuffer("do", schedule["stages_do"] * c * dv, 2),
+        SharedBuffer("z", c * dv, 2),
+        SharedBuffer("s", dv * dk, 2),
+        SharedBuffer("ds", dv * dk, 2),
+        SharedBuffer("e", c * dv, 2),
+        SharedBuffer("dp", c * c, 2),
+        SharedBuffer("w", c * c, 2),
+        SharedBuffer("gates", HEAD_STAGES * Gate.COUNT * c, 4),
+        SharedBuffer("sums", HEAD_STAGES * Sum.COUNT * c, 4),
+        SharedBuffer("chunks", 3 * schedule["chunks_per_cta"] + 1, 4),
+    )
+
+
+def tile_stages(schedule: Schedule) -> tuple[int, ...]:
+    """Stages of the rings that the load warp fills: K with Q, Ã with Y, dO, Z, S, dS."""
+    return schedule["stages_kq"], schedule["stages_ay"], schedule["stages_do"], 1, 1, 1
+
+
+def barriers(problem: Problem, schedule: Schedule) -> int:
+    """mbarriers of a CTA: full and free of each ring and of E, dP, W; gates and sums; one for partial chunks."""
+    return 2 * (sum(tile_stages(schedule)) + 3 + HEAD_STAGES) + 1
+
+
+def work(problem: Problem, schedule: Schedule) -> Work:
+    c, dk, dv, group = problem.chunk_size, problem.head_dim_k, problem.head_dim_v, problem.group_size
+    square = 2 * c * c * (3 * dk + 3 * dv) + 2 * c**3  # K Kt twice, Q Kt; E, D1, D2; L A
+    flops = square + 2 * c * dk * dv * 3 + 2 * c * c * dk * 3  # dO St, Z St, E dSt; dP K, dPt Q, (W + Wt) K
+    inverse = 2 * c * c * 3 // 4  # without its zero quarter
+    read = 2 * 3 * c * dv + 2 * 2 * dk * dv + inverse + 2 * 4 * c + 2 * 2 * c * dk // group
+    return Work(flops=flops, bytes_read=read, bytes_written=2 * 2 * c * dk // group + 2 * 4 * c)
+
+
+def adapt(problem: Problem, schedule: Schedule) -> Schedule:
+    """Where the head dims leave room, the next head's inverse, Y and dO are loaded ahead."""
+    if problem.head_dim_k * problem.head_dim_v <= 64 * 128:
+        return schedule.replace(stages_ay=2, stages_do=2)
+    return schedule
+
+
+def unsupported(problem: Problem) -> str | None:
+    if problem.chunk_size != 64:
+        return f"chunk_size={problem.chunk_size} (WGMMA tiles have 64 rows)"
+    if problem.head_dim_v > 128:
+        return f"head_dim_v={problem.head_dim_v} (S and dS of a chunk must fit into shared memory; at most 128)"
+    return None
+
+
+def prim_func(problem: Problem, schedule: Schedule):
+    """The TileLang kernel; arguments are listed in `qla_jit.launch`."""
+    import tilelang  # no postponed annotations in this module: T.prim_func evaluates them
+    import tilelang.language as T
+
+    C, DK, DV = problem.chunk_size, problem.head_dim_k, problem.head_dim_v
+    H, HV, GROUP = problem.num_heads, problem.num_value_heads, problem.group_size
+    SLOTS, (KQ, AY, DO, *_) = schedule["chunks_per_cta"], tile_stages(schedule)
+    # Places of the rings in `tile_full` and `tile_free`; the last of `tile_full` is of tiles of a partial chunk.
+    first_kq, first_ay, first_do, z_tile, s_tile, ds_tile, partial = (
+        sum(tile_stages(schedule)[:i]) for i in range(len(tile_stages(schedule)) + 1)
+    )
+    dtype = problem.dtype
+    table = roles(problem, schedule)
+    registers = {role.name: role.registers for role in table}
+    end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
+    threads, first_load = end["load"], end["dk"]
+    rows = T.GemmWarpPolicy.FullRow
+
+    num_tokens = T.dynamic("num_tokens")
+    num_slots = T.dynamic("num_slots")
+    num_bounds = T.dynamic("num_bounds")
+
+    @T.macro
+    def run_products(count, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
+                     e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full):  # fmt: skip
+        decay = T.alloc_local((C * C // 128,), "float32")  # Γ, as accumulators
+        overlap = T.alloc_fragment((C, C), "float32")  # K Kᵀ
+        operand = T.alloc_fragment((C, C), dtype)
+        inverse = T.alloc_fragment((C, C), "float32")  # L Ã
+        e_left = T.alloc_fragment((C, 64), "float32")
+        e_right = T.alloc_fragment((C, 64), "float32")
+        x = T.alloc_fragment((C, C), "float32")  # Q Kᵀ, then X
+        d1 = T.alloc_fragment((C, C), "float32")
+        d2 = T.alloc_fragment((C, C), "float32")
+        for i in T.unroll(AY):  # the quarter of Ã above the diagonal, which is not loaded
+            T.call_extern("handle", "qla::clear_units", T.access_ptr(a_s[i, 0, C // 2], "w"))
+        T.fence_proxy_async()
+        T.sync_threads(2, 128)
+        for chunk in T.serial(count):
+            kq = chunk % KQ
+            T.barrier_wait(tile_full[first_kq + kq], (chunk // KQ) % 2)
+            for r in T.serial(GROUP):
+                i = chunk * GROUP + r
+                ay, do, head = i % AY, i % DO, i % HEAD_STAGES
+                T.call_extern("handle", "qla::forget", overlap.data)
+                T.wgmma_gemm(k_s[kq, :, :], k_s[kq, :, :], overlap, transpose_B=True, clear_accum=True, policy=rows)
+                T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)
+                T.call_extern(
+                    "handle", "qla::decay_factors", decay.data, T.access_ptr(gates[head, Gate.LOG_GAMMA, 0], "r")
+                )
+                T.wait_wgmma(0)
+                T.call_extern("handle", "qla::strictly_lower_operand", overlap.data, operand.data)
+                T.barrier_wait(tile_full[first_ay + ay], (i // AY) % 2)
+                T.call_extern("handle", "qla::forget", inverse.data)
+                T.wgmma_gemm(operand, a_s[ay, :, :], inverse, clear_accum=True, policy=rows)
+                T.wait_wgmma(0)
+                T.call_extern("handle", "qla::unit_lower_operand", inverse.data, decay.data, operand.data)
+                T.call_extern("handle", "qla::forget", e_left.data)
+                T.wgmma_gemm(operand, y_s[ay, :, 0:64], e_left, clear_accum=True, policy=rows)
+                if DV == 128:
+                    T.call_extern("handle", "qla::forget", e_right.data)
+                    T.wgmma_gemm(operand, y_s[ay, :, 64:128], e_right, clear_accum=True, policy=rows)
+                    T.barrier_wait(e_free[0], (i + 1) % 2)
+                    T.wait_wgmma(1)
+                    T.call_extern("handle", "qla::store_rounded", e_left.data, T.access_ptr(e_s[0, 0], "w"), 0)
+                else:
+                    T.barrier_wait(e_free[0], (i + 1) % 2)
+                T.wait_wgmma(0)
+                T.barrier_arrive(tile_free[first_ay + ay])
+                T.call_extern(
+                    "handle", "qla::store_rounded", (e_right if DV == 128 else e_left).data,
+                    T.access_ptr(e_s[0, 0], "w"), DV - 64,
+                )  # fmt: skip
+                T.fence_proxy_async()
+                T.sync_threads(2, 128)
+                T.barrier_arrive(e_full[0])
+                T.call_extern("handle", "qla::forget", x.data)
+                T.wgmma_gemm(q_s[kq, :, :], k_s[kq, :, :], x, transpose_B=True, clear_accum=True, policy=rows)
+                T.barrier_wait(tile_full[first_do + do], (i // DO) % 2)
+                T.call_extern("handle", "qla::forget", d1.data)
+                T.wgmma_gemm(do_s[do, :, :], e_s, d1, transpose_B=True, clear_accum=True, policy=rows)
+                T.barrier_wait(tile_full[z_tile], i % 2)
+                T.call_extern("handle", "qla::forget", d2.data)
+                T.wgmma_gemm(z_s, e_s, d2, transpose_B=True, clear_accum=True, policy=rows)
+                T.barrier_wait(dp_free[0], (i + 1) % 2)
+                T.wait_wgmma(1)
+                T.barrier_arrive(tile_free[first_do + do])
+                T.call_extern(
+                    "handle", "qla::store_score_gradient", x.data, d1.data, decay.data,
+                    T.access_ptr(gates[head, Gate.BETA, 0], "r"), scale, T.access_ptr(dp_s[0, 0], "w"),
+                )  # fmt: skip
+                T.fence_proxy_async()
+                T.barrier_arrive(dp_full[0])
+                T.call_extern("handle", "qla::forget", overlap.data)
+                T.wgmma_gemm(k_s[kq, :, :], k_s[kq, :, :], overlap, transpose_B=True, clear_accum=True, policy=rows)
+                T.barrier_wait(w_free[0], (i + 1) % 2)
+                T.wait_wgmma(0)
+                T.barrier_arrive(e_free[0])
+                T.barrier_arrive(tile_free[z_tile])
+                T.call_extern(
+                    "handle", "qla::store_key_gradient", x.data, overlap.data, d2.data, decay.data,
+                    T.access_ptr(gates[head, Gate.BETA, 0], "r"), T.access_ptr(w_s[0, 0], "w"),
+                )  # fmt: skip
+                T.fence_proxy_async()
+                T.barrier_arrive(w_full[0])
+                T.call_extern(
+                    "handle", "qla::sum_lower", x.data, T.access_ptr(gates[head, Gate.BETA, 0], "r"),
+                    T.access_ptr(sums[head, Sum.COLUMNS, 0], "w"), T.access_ptr(sums[head, Sum.DIAGONAL, 0], "w"),
+                    T.access_ptr(sums[head, Sum.ROWS, 0], "w"),
+                )  # fmt: skip
+                T.barrier_arrive(sums_full[head])
+            T.barrier_arrive(tile_free[first_kq + kq])
+
+    @T.macro
+    def add_state_product(gradient, left, right, factor, dots, tile, stage):
+        """Waits for a product with a state in two halves of 64 columns; adds it, and its rows' dots with the tile."""
+        if DK == 128:
+            T.wait_wgmma(1)
+            T.call_extern(
+                "handle", "qla::add_scaled_rows", gradient.data, left.data, factor.data,
+                T.access_ptr(tile[stage, 0, 0], "r"), 0, dots.data,
+            )  # fmt: skip
+        T.wait_wgmma(0)
+        T.call_extern(
+            "handle", "qla::add_scaled_rows", gradient.data, (right if DK == 128 else left).data, factor.data,
+            T.access_ptr(tile[stage, 0, 0], "r"), DK - 64, dots.data,
+        )  # fmt: skip
+
+    @T.macro
+    def start_state_product(of_tokens, state, left, right):
+        """[C, DV] times a transposed state [DV, DK], in two halves of 64 columns."""
+        T.call_extern("handle", "qla::forget", left.data)
+        T.wgmma_gemm(of_tokens, state[:, 0:64], left, clear_accum=True, policy=rows)
+        if DK == 128:
+            T.call_extern("handle", "qla::forget", right.data)
+            T.wgmma_gemm(of_tokens, state[:, 64:128], right, clear_accum=True, policy=rows)
+
+    @T.macro
+    def run_dq(count, chunks, key_head, dq, k_s, q_s, do_s, s_s, dp_s, gates, sums, tile_full, tile_free,
+               dp_full, dp_free, gates_full, sums_full):  # fmt: skip
+        gradient = T.alloc_fragment((C, DK), "float32")
+        left = T.alloc_fragment((C, 64), "float32")
+        right = T.alloc_fragment((C, 64), "float32")
+        factor = T.alloc_local((2,), "float32")  # scale γ of this thread's rows
+        dots = T.alloc_local((2,), "float32")
+        for chunk in T.serial(count):
+            kq = chunk % KQ
+            T.barrier_wait(tile_full[first_kq + kq], (chunk // KQ) % 2)
+            T.clear(gradient)
+            for r in T.serial(GROUP):
+                i = chunk * GROUP + r
+                do, head = i % DO, i % HEAD_STAGES
+                T.barrier_wait(tile_full[first_do + do], (i // DO) % 2)
+                T.barrier_wait(tile_full[s_tile], i % 2)
+                start_state_product(do_s[do, :, :], s_s, left, right)
+                T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)
+                T.call_extern(
+                    "handle", "qla::load_row_factors", factor.data, T.access_ptr(gates[head, Gate.GAMMA_Q, 0], "r")
+                )
+                T.clear(dots)
+                add_state_product(gradient, left, right, factor, dots, q_s, kq)
+                T.barrier_arrive(tile_free[first_do + do])
+                T.barrier_arrive(tile_free[s_tile])
+                T.call_extern(
+                    "handle", "qla::write_dots", dots.data, T.access_ptr(gates[head, Gate.GAMMA_Q, 0], "r"),
+                    T.access_ptr(sums[head, Sum.QUERY_DOTS, 0], "w"),
+                )  # fmt: skip
+                T.barrier_wait(dp_full[0], i % 2)
+                T.wgmma_gemm(dp_s, k_s[kq, :, :], gradient, clear_accum=False, policy=rows)
+                T.wait_wgmma(0)
+                T.barrier_arrive(dp_free[0])
+                T.barrier_arrive(sums_full[head])
+            T.barrier_arrive(tile_free[first_kq + kq])
+            T.call_extern(
+                "handle", f"qla::store_gradient<{DK}>", gradient.data,
+                T.access_ptr(dq[chunks[chunk * 3 + 1], key_head, 0], "w"), H * DK, chunks[chunk * 3 + 2],
+            )  # fmt: skip
+
+    @T.macro
+    def run_dk(count, chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
+               e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full):  # fmt: skip
+        gradient = T.alloc_fragment((C, DK), "float32")
+        left = T.alloc_fragment((C, 64), "float32")
+        right = T.alloc_fragment((C, 64), "float32")
+        factor = T.alloc_local((2,), "float32")  # −γ, then β γ_C/γ of this thread's rows
+        dots = T.alloc_local((2,), "float32")
+        for chunk in T.serial(count):
+            kq = chunk % KQ
+            T.barrier_wait(tile_full[first_kq + kq], (chunk // KQ) % 2)
+            T.clear(gradient)
+            for r in T.serial(GROUP):
+                i = chunk * GROUP + r
+                head = i % HEAD_STAGES
+                T.barrier_wait(tile_full[z_tile], i % 2)
+                T.barrier_wait(tile_full[s_tile], i % 2)
+                start_state_product(z_s, s_s, left, right)
+                T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)
+                T.call_extern(
+                    "handle", "qla::load_row_factors", factor.data, T.access_ptr(gates[head, Gate.GAMMA, 0], "r")
+                )
+                for j in T.unroll(2):
+                    factor[j] = -factor[j]
+                T.clear(dots)
+                add_state_product(gradient, left, right, factor, dots, k_s, kq)
+                T.barrier_arrive(tile_free[z_tile])
+                T.barrier_arrive(tile_free[s_tile])
+                T.call_extern(
+                    "handle", "qla::write_dots", dots.data, T.access_ptr(gates[head, Gate.GAMMA, 0], "r"),
+                    T.access_ptr(sums[head, Sum.RESIDUAL_DOTS, 0], "w"),
+                )  # fmt: skip
+                T.barrier_wait(e_full[0], i % 2)
+                T.barrier_wait(tile_full[ds_tile], i % 2)
+                start_state_product(e_s, ds_s, left, right)
+                T.call_extern(
+                    "handle", "qla::load_row_factors", factor.data, T.access_ptr(gates[head, Gate.TAIL_BETA, 0], "r")
+                )
+                T.clear(dots)
+                add_state_product(gradient, left, right, factor, dots, k_s, kq)
+                T.barrier_arrive(e_free[0])
+                T.barrier_arrive(tile_free[ds_tile])
+                T.call_extern(
+                    "handle", "qla::write_dots", dots.data, T.access_ptr(gates[head, Gate.TAIL, 0], "r"),
+                    T.access_ptr(sums[head, Sum.STATE_DOTS, 0], "w"),
+                )  # fmt: skip
+                T.barrier_wait(dp_full[0], i % 2)
+                T.wgmma_gemm(dp_s, q_s[kq, :, :], gradient, transpose_A=True, clear_accum=False, policy=rows)
+                T.barrier_wait(w_full[0], i % 2)
+                T.wgmma_gemm(w_s, k_s[kq, :, :], gradient, clear_accum=False, policy=rows)
+                T.wait_wgmma(0)
+                T.barrier_arrive(dp_free[0])
+                T.barrier_arrive(w_free[0])
+                T.barrier_arrive(sums_full[head])
+            T.barrier_arrive(tile_free[first_kq + kq])
+            T.call_extern(
+                "handle", f"qla::store_gradient<{DK}>", gradient.data,
+                T.access_ptr(dk[chunks[chunk * 3 + 1], key_head, 0], "w"), H * DK, chunks[chunk * 3 + 2],
+            )  # fmt: skip
+
+    @T.macro
+    def run_load(count, chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s, do_s, z_s,
+                 s_s, ds_s, tile_full, tile_free):  # fmt: skip
+        cleared = T.alloc_var("int32")
+        cleared = 0
+        for chunk in T.serial(count):
+            kq = chunk % KQ
+            slot, token, valid = chunks[chunk * 3], chunks[chunk * 3 + 1], chunks[chunk * 3 + 2]
+            full_kq = T.if_then_else(valid < C, partial, first_kq + kq)
+            T.barrier_wait(tile_free[first_kq + kq], (chunk // KQ + 1) % 2)
+            T.tma_copy(k[token : token + C, key_head, :], k_s[kq, :, :], barrier=tile_full[full_kq])
+            T.tma_copy(q[token : token + C, key_head, :], q_s[kq, :, :], barrier=tile_full[full_kq])
+            if valid < C:
+                T.barrier_arrive(tile_full[partial])
+                T.barrier_wait(tile_full[partial], cleared % 2)
+                cleared = cleared + 1
+                T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(k_s[kq, 0, 0], "rw"), DK, valid)
+                T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(q_s[kq, 0, 0], "rw"), DK, valid)
+                T.fence_proxy_async()
+            T.barrier_arrive(tile_full[first_kq + kq])
+            for r in T.serial(GROUP):
+                i = chunk * GROUP + r
+                ay, dd, head = i % AY, i % DO, key_head * GROUP + r
+                full_ay = T.if_then_else(valid < C, partial, first_ay + ay)
+                full_do = T.if_then_else(valid < C, partial, first_do + dd)
+                full_z = T.if_then_else(valid < C, partial, z_tile)
+                T.barrier_wait(tile_free[first_ay + ay], (i // AY + 1) % 2)
+                T.tma_copy(a[slot, head, :, 0 : C // 2], a_s[ay, :, 0 : C // 2], barrier=tile_full[first_ay + ay])
+                T.tma_copy(
+                    a[slot, head, C // 2 : C, C // 2 : C], a_s[ay, C // 2 : C, C // 2 : C],
+                    barrier=tile_full[first_ay + ay],
+                )  # fmt: skip
+                T.tma_copy(residuals[token : token + C, head, :], y_s[ay, :, :], barrier=tile_full[full_ay])
+                if valid < C:
+                    T.barrier_arrive(tile_full[partial])
+                    T.barrier_wait(tile_full[partial], cleared % 2)
+                    cleared = cleared + 1
+                    T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(y_s[ay, 0, 0], "rw"), DV, valid)
+                    T.fence_proxy_async()
+                T.barrier_arrive(tile_full[first_ay + ay])
+                T.barrier_wait(tile_free[first_do + dd], (i // DO + 1) % 2)
+                T.tma_copy(do[token : token + C, head, :], do_s[dd, :, :], barrier=tile_full[full_do])
+                if valid < C:
+                    T.barrier_arrive(tile_full[partial])
+                    T.barrier_wait(tile_full[partial], cleared % 2)
+                    cleared = cleared + 1
+                    T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(do_s[dd, 0, 0], "rw"), DV, valid)
+                    T.fence_proxy_async()
+                T.barrier_arrive(tile_full[first_do + dd])
+                T.barrier_wait(tile_free[s_tile], (i + 1) % 2)
+                T.tma_copy(states[slot, head, :, :], s_s, barrier=tile_full[s_tile])
+                T.barrier_arrive(tile_full[s_tile])
+                T.barrier_wait(tile_free[z_tile], (i + 1) % 2)
+                T.tma_copy(dv[token : token + C, head, :], z_s, barrier=tile_full[full_z])
+                if valid < C:
+                    T.barrier_arrive(tile_full[partial])
+                    T.barrier_wait(tile_full[partial], cleared % 2)
+                    cleared = cleared + 1
+                    T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(z_s[0, 0], "rw"), DV, valid)
+                    T.fence_proxy_async()
+                T.barrier_arrive(tile_full[z_tile])
+                T.barrier_wait(tile_free[ds_tile], (i + 1) % 2)
+                T.tma_copy(dstates[slot, head, :, :], ds_s, barrier=tile_full[ds_tile])
+                T.barrier_arrive(tile_full[ds_tile])
+
+    @T.macro
+    def write_gates(chunks, i, key_head, beta, log_gates, scale, gates, gates_full):
+        entry, head = i // GROUP * 3, key_head * GROUP + i % GROUP
+        T.call_extern(
+            "handle", "qla::write_head_gates", T.access_ptr(log_gates[chunks[entry], head, 0], "r"),
+            T.access_ptr(beta[chunks[entry + 1], head], "r"), HV, chunks[entry + 2], scale,
+            T.access_ptr(gates[i % HEAD_STAGES, 0, 0], "w"),
+        )  # fmt: skip
+        T.barrier_arrive(gates_full[i % HEAD_STAGES])
+
+    @T.macro
+    def run_gates(count, chunks, key_head, beta, log_gates, dbeta, dg, scale, gates, sums, gates_full, sums_full):
+        if count > 0:
+            write_gates(chunks, 0, key_head, beta, log_gates, scale, gates, gates_full)
+        for i in T.serial(count * GROUP):
+            if i + 1 < count * GROUP:
+                write_gates(chunks, i + 1, key_head, beta, log_gates, scale, gates, gates_full)
+            entry, head = i // GROUP * 3, key_head * GROUP + i % GROUP
+            T.barrier_wait(sums_full[i % HEAD_STAGES], (i // HEAD_STAGES) % 2)
+            T.call_extern(
+                "handle", "qla::write_gate_gradients", T.access_ptr(sums[i % HEAD_STAGES, 0, 0], "r"),
+                T.access_ptr(gates[i % HEAD_STAGES, 0, 0], "r"), T.access_ptr(dbeta[chunks[entry + 1], head], "w"),
+                T.access_ptr(dg[chunks[entry + 1], head], "w"), HV, chunks[entry + 2],
+            )  # fmt: skip
+
+    @T.macro
+    def run_dots(count, s_s, ds_s, sums, tile_full, tile_free, gates_full, sums_full):
+        for i in T.serial(count * GROUP):
+            head = i % HEAD_STAGES
+            T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)  # the sums of two heads before have been read
+            T.barrier_wait(tile_full[s_tile], i % 2)
+            T.barrier_wait(tile_full[ds_tile], i % 2)
+            T.call_extern(
+                "handle", f"qla::dot_tiles<{DV * DK}>", T.access_ptr(s_s[0, 0], "r"), T.access_ptr(ds_s[0, 0], "r"),
+                T.access_ptr(sums[head, Sum.STATE_PRODUCT, 0], "w"),
+            )  # fmt: skip
+            T.barrier_arrive(tile_free[s_tile])
+            T.barrier_arrive(tile_free[ds_tile])
+            T.barrier_arrive(sums_full[head])
+
+    @T.prim_func
+    def backward_grad(
+        q: T.Tensor((num_tokens, H, DK), dtype),
+        k: T.Tensor((num_tokens, H, DK), dtype),
+        beta: T.Tensor((num_tokens, HV), "float32"),
+        a: T.Tensor((num_slots, HV, C, C), dtype),
+        log_gates: T.Tensor((num_slots, HV, C), "float32"),
+        bounds: T.Tensor((num_bounds,), "int32"),
+        states: T.Tensor((num_slots, HV, DV, DK), dtype),
+        residuals: T.Tensor((num_tokens, HV, DV), dtype),
+        dstates: T.Tensor((num_slots, HV, DV, DK), dtype),
+        dv: T.Tensor((num_tokens, HV, DV), dtype),
+        do: T.Tensor((num_tokens, HV, DV), dtype),
+        dq: T.Tensor((num_tokens, H, DK), dtype),
+        dk: T.Tensor((num_tokens, H, DK), dtype),
+        dbeta: T.Tensor((num_tokens, HV), "float32"),
+        dg: T.Tensor((num_tokens, HV), "float32"),
+        scale: T.float32,
+    ):
+        with T.Kernel(
+            T.ceildiv(num_slots, SLOTS) * H, threads=threads, prelude=FRAGMENTS_CUDA + GRADIENTS_CUDA
+        ) as block:
+            k_s = T.alloc_shared((KQ, C, DK), dtype)
+            q_s = T.alloc_shared((KQ, C, DK), dtype)
+            a_s = T.alloc_shared((AY, C, C), dtype)
+            y_s = T.alloc_shared((AY, C, DV), dtype)
+            do_s = T.alloc_shared((DO, C, DV), dtype)
+            z_s = T.alloc_shared((C, DV), dtype)
+            s_s = T.alloc_shared((DV, DK), dtype)
+            ds_s = T.alloc_shared((DV, DK), dtype)
+            e_s = T.alloc_shared((C, DV), dtype)
+            dp_s = T.alloc_shared((C, C), dtype)
+            w_s = T.alloc_shared((C, C), dtype)
+            gates = T.alloc_shared((HEAD_STAGES, Gate.COUNT, C), "float32", scope="shared")
+            sums = T.alloc_shared((HEAD_STAGES, Sum.COUNT, C), "float32", scope="shared")
+            chunks = T.alloc_shared((3 * SLOTS + 1,), "int32", scope="shared")  # slot, first token, tokens; their count
+            layout = tilelang.layout
+            tiles = (k_s, q_s, y_s, do_s, z_s, s_s, ds_s, e_s, dp_s, w_s)
+            T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in tiles})
+            T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
+            tile_full = T.alloc_barrier(arrive_count=[32] * (partial + 1))
+            tile_free = T.alloc_barrier(arrive_count=[384] * KQ + [128] * AY + [256] * DO + [256, 320, 192])
+            e_full = T.alloc_barrier(arrive_count=[128])
+            e_free = T.alloc_barrier(arrive_count=[256])
+            dp_full = T.alloc_barrier(arrive_count=[128])
+            dp_free = T.alloc_barrier(arrive_count=[256])
+            w_full = T.alloc_barrier(arrive_count=[128])
+            w_free = T.alloc_barrier(arrive_count=[128])
+            gates_full = T.alloc_barrier(arrive_count=[32] * HEAD_STAGES)
+            sums_full = T.alloc_barrier(arrive_count=[448] * HEAD_STAGES)
+
+            T.call_extern(
+                "handle", f"qla::find_chunks<{SLOTS}>", T.access_ptr(bounds[0], "r"), num_bounds - 1,
+                block // H * SLOTS, num_slots, T.access_ptr(chunks[0], "w"),
+            )  # fmt: skip
+            T.pdl_sync()
+            key_head = block % H
+            count = chunks[3 * SLOTS]
+            tx = T.get_thread_binding()
+            if tx < end["products"]:
+                T.set_max_nreg(registers["products"], 1)
+                run_products(count, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full,
+                             tile_free, e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full,
+                             sums_full)  # fmt: skip
+            elif tx < end["dq"]:
+                T.set_max_nreg(registers["dq"], 1)
+                run_dq(count, chunks, key_head, dq, k_s, q_s, do_s, s_s, dp_s, gates, sums, tile_full, tile_free,
+                       dp_full, dp_free, gates_full, sums_full)  # fmt: skip
+            elif tx < end["dk"]:
+                T.set_max_nreg(registers["dk"], 1)
+                run_dk(count, chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full,
+                       tile_free, e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full)  # fmt: skip
+            else:
+                T.set_max_nreg(registers["load"], 0)
+                if tx < first_load + 32:
+                    run_load(count, chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s,
+                             do_s, z_s, s_s, ds_s, tile_full, tile_free)  # fmt: skip
+                elif tx < first_load + 64:
+                    run_gates(count, chunks, key_head, beta, log_gates, dbeta, dg, scale, gates, sums, gates_full,
+                              sums_full)  # fmt: skip
+                else:
+                    run_dots(count, s_s, ds_s, sums, tile_full, tile_free, gates_full, sums_full)
+
+    return backward_grad
+
+
+TEMPLATE = Template(
+    kernel="backward_grad",
+    name=NAME,
+    archs=("sm90",),
+    preferred=("sm90",),
+    parameters=PARAMETERS,
+    rules=(),
+    roles=roles,
+    buffers=buffers,
+    barriers=barriers,
+    work=work,
+    prim_func=prim_func,
+    sources=("backward_grad_sm90.py", "gradients_sm90.py", "fragments_sm90.py"),
+    unsupported=unsupported,
+    adapt=adapt,
+    pass_configs={"TL_DISABLE_THREAD_STORAGE_SYNC": True, "TL_ENABLE_FAST_MATH": True},
+)
