@@ -68,8 +68,11 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: the same numbers on the host.  Without them, one device-to-host copy is made per call (none during a
     CUDA graph capture, where lengths are then not checked).  On CUDA their agreement is the caller's promise.
     chunk_indices: accepted for FLA's sake and not needed.  cp_context: must be None.
-    auto_cp: whether long sequences may be split over the card.  No split exists yet, so True changes nothing.
-    window: "exact", or the tolerance (0, 1) to which a split may forget; without splits results are always exact.
+    auto_cp: whether long sequences may be split over the card, where the tuning database predicts that it pays and the
+    host knows the lengths.  The result of a sequence then depends on the batch by rounding; False never splits.
+    window: "exact", or a tolerance in (0, 1): a split may forget states that gates have since scaled by less than that.
+    What o and the final state lose is at most the tolerance times the state forgotten, in norm, for keys of norm ≤ 1.
+    Ignored with allow_neg_eigval, whose windows the gates alone do not bound.
     backward: "kernel", or "chunk_form" to run PyTorch's chunk form on CUDA when a gradient is needed.
     out, final_state_out: o (``[B, T, HV, V]``, q's dtype) and the final state (state_dtype; may be initial_state) are
     written here.  Contiguous; not when gradients are needed, as state_indices.

@@ -12,9 +12,11 @@ from collections.abc import Callable
 import torch
 
 from . import device_indices, launch
+from .activation import Activation
 from .arch import detect
 from .config import OpConfig
 from .op import Checkpoints, CompiledOp, compile
+from .split import EXACT, SplitForward
 from .validate import Call
 
 
@@ -62,7 +64,9 @@ def forward_cuda(
                 call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace,
                 activation,
             )  # fmt: skip
-    op, forward = _operator(call, None if activation is None else (g.dtype, beta.dtype))
+    op, forward = _operator(call, activation, None if activation is None else (g.dtype, beta.dtype))
+    if isinstance(forward, SplitForward) and out is not None and _shares_memory(out, q, k, v, g, beta):
+        forward = op.choose(call.cu_host, call.device)  # a split writes to o before the last token of v is read
     bounds = device_indices.bounds(call, cu_seqlens)
     heads, value_heads, dim_k, dim_v = call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v
     if out is None:
@@ -87,14 +91,25 @@ def _has_several_cards() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def _operator(call: Call, gates: tuple[torch.dtype, torch.dtype] | None) -> tuple[CompiledOp, Callable[..., None]]:
-    """The operator of a call, and the entry of `fused_forward` for its lengths."""
-    key = "operator", gates
+def _operator(
+    call: Call, activation: Activation | None, gates: tuple[torch.dtype, torch.dtype] | None
+) -> tuple[CompiledOp, Callable[..., None]]:
+    """The operator of a call, and what it launches for its lengths."""
+    # With β up to 2 the gates alone do not bound what a window drops.
+    window = EXACT if activation is not None and activation.beta_scale == 2 else call.window
+    key = "operator", gates, window
     found = call.memo.get(key)
     if found is None:
         op = compiled(config_of(call, gates))
-        found = call.memo[key] = op, op.choose(call.cu_host, call.device)
+        found = op, op.choose(call.cu_host, call.device, call.auto_cp, window)
+        if not device_indices.is_capturing(call.device):  # a capture may have to do without a split
+            call.memo[key] = found
     return found
+
+
+def _shares_memory(out: torch.Tensor, *inputs: torch.Tensor) -> bool:
+    place = out.untyped_storage().data_ptr()
+    return any(x.untyped_storage().data_ptr() == place for x in inputs)
 
 
 def _new_checkpoints(call: Call, op: CompiledOp, bounds: torch.Tensor) -> Checkpoints:

@@ -6,7 +6,7 @@ the artifact store; what is missing is built at `compile` time, or refused in st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,14 @@ import torch
 from . import build, device_indices, env, launch, plan, runtime
 from .activation import Activation, ActivationKernel, Modes
 from .artifacts import Artifact, ArtifactStore
-from .config import CHUNK_SIZES, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
+from .config import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
 from .db import Database, Match, open_db
 from .errors import KernelMissingError, UnsupportedError
 from .schedule import Schedule
 from .spec import KernelSpec
 from .split import EXACT, SplitForward, cut_batch
+from .split_models import SplitModels
+from .split_plan import describe, plan_split
 from .workspace import Layout, Workspace, intermediates
 
 _MAX_CACHED_CHOICES = 1024
@@ -75,11 +77,13 @@ class CompiledOp:
         kernels: dict[str, CompiledKernel],
         options: tuple[plan.Option, ...] = (),
         variants: dict[Schedule, CompiledKernel] | None = None,
-        load_split: Callable[[], dict[str, CompiledKernel]] = dict,
+        models: SplitModels | None = None,
+        load_split: Callable[[str, Schedule | None], CompiledKernel] | None = None,
     ):
         """kernels: one per name.  options, variants: what `plan` may choose from for `fused_forward` instead.
 
-        load_split: the kernels of `SPLIT_KERNELS` by name, asked for when a batch is first cut.
+        models: what `split_plan` decides by; without them `choose` splits nothing.  load_split: a kernel of
+        `SPLIT_KERNELS` by name and schedule, None for the one that the database or the template prefers.
         """
         self.config = config
         self.chunk_size = chunk_size
@@ -87,8 +91,10 @@ class CompiledOp:
         self.options = options
         self.variants = {kernels["fused_forward"].spec.schedule: kernels["fused_forward"], **(variants or {})}
         self._chosen: dict[tuple, Callable[..., None]] = {}
+        self._models = models
         self._load_split = load_split
-        self._splits: dict[tuple, SplitForward] = {}
+        self._split_kernels: dict[tuple[str, Schedule | None], CompiledKernel] = {}
+        self._splits: dict[tuple, SplitForward | None] = {}
         self._kkt_inverse = kernels["kkt_inverse"].entry
         self._problem = kernels["fused_forward"].spec.problem
         self._state_dtype = launch.torch_dtype(config.state_dtype)
@@ -176,22 +182,64 @@ class CompiledOp:
     def report(self) -> list[dict]:
         """One entry per kernel: schedule, why it was chosen, registers per role, spills, shared memory."""
         others = [k for k in self.kernels.values() if k.spec.problem.kernel != "fused_forward"]
-        return [kernel.report for kernel in (*others, *self.variants.values())]
+        return [kernel.report for kernel in (*others, *self.variants.values(), *self._split_kernels.values())]
 
-    def choose(self, cu_host: tuple[int, ...] | None, device: torch.device) -> Callable[..., None]:
-        """The entry of `fused_forward` to launch for these lengths; the choice is kept per content."""
-        if cu_host is None or len(self.variants) == 1:
+    def explain(
+        self,
+        lengths: Sequence[int],
+        window: str | float = EXACT,
+        window_share: float | None = None,
+        sm_count: int | None = None,
+    ) -> str:
+        """The plan for sequences of ``lengths`` tokens as text: what is chosen and why, times predicted, alternatives.
+
+        window: as of the operator.  window_share: of the value heads, those whose gates are known to decay, if anything
+        is.  sm_count: of another card than torch's current one.
+        """
+        if self._models is None:
+            return "whole sequences: the caller gave the schedules, or they have chunks that no split knows"
+        if sm_count is None:
+            sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
+        return describe(plan_split(self._models, lengths, sm_count, window, window_share))
+
+    def choose(
+        self,
+        cu_host: tuple[int, ...] | None,
+        device: torch.device,
+        may_split: bool = False,
+        window: str | float = EXACT,
+    ) -> Callable[..., None]:
+        """What to launch for these lengths: an entry of `fused_forward`, or a split where that is predicted to pay.
+
+        The choice is kept per content.  While a CUDA graph is captured nothing is split that was not chosen before.
+        """
+        may_split = may_split and self._models is not None and self._models.can_split
+        if cu_host is None or (len(self.variants) == 1 and not may_split):
             return self.kernels["fused_forward"].entry
-        found = self._chosen.get((cu_host, device))
+        key = cu_host, device, may_split and window
+        found = self._chosen.get(key)
         if found is None:
+            if may_split and device_indices.is_capturing(device):
+                return self.choose(cu_host, device)
             lengths = [end - start for start, end in zip(cu_host, cu_host[1:])]
             sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-            fallback = self.kernels["fused_forward"].spec.schedule
-            schedule = plan.choose(self._problem, self.options, lengths, sm_count, fallback)
+            if may_split:
+                found = self._planned_split(cu_host, lengths, device, sm_count, window)
+            if found is None:
+                fallback = self.kernels["fused_forward"].spec.schedule
+                schedule = plan.choose(self._problem, self.options, lengths, sm_count, fallback)
+                found = self.variants[schedule].entry
             if len(self._chosen) >= _MAX_CACHED_CHOICES:
                 self._chosen.clear()
-            found = self._chosen[cu_host, device] = self.variants[schedule].entry
+            self._chosen[key] = found
         return found
+
+    def _planned_split(self, cu_host, lengths, device, sm_count: int, window: str | float) -> SplitForward | None:
+        planned = plan_split(self._models, lengths, sm_count, window)
+        if planned.segment_chunks is None:
+            return None
+        schedules = {name: planned.schedules[name] for name in SPLIT_KERNELS}
+        return self.split(cu_host, planned.segment_chunks, device, window, schedules)
 
     def split(
         self,
@@ -199,15 +247,18 @@ class CompiledOp:
         segment_chunks: int | None,
         device: torch.device,
         window: str | float = EXACT,
+        schedules: Mapping[str, Schedule] | None = None,
     ) -> SplitForward | None:
         """``forward`` for sequences cut into segments of at most ``segment_chunks`` chunks; None where that cuts none.
 
         window: "exact", or the factor in (0, 1) by which what is dropped may still count in a segment's start state.
-        Kept per content.  Raises UnsupportedError where no kernel can split, KernelMissingError in strict mode.
+        schedules: of `SPLIT_KERNELS`, by name; those that the database or the templates prefer if None.  Kept per
+        content.  Raises UnsupportedError where no kernel can split, KernelMissingError in strict mode.
         """
-        key = cu_host, segment_chunks, device, window
+        chosen = tuple((name, schedules and schedules[name]) for name in SPLIT_KERNELS)
+        key = cu_host, segment_chunks, device, window, chosen
         if key not in self._splits:
-            kernels = self._split_kernels()
+            kernels = {name: self.load_split(name, schedule) for name, schedule in chosen}
             lengths = [end - start for start, end in zip(cu_host, cu_host[1:])]
             segments = cut_batch(kernels["segment_forward"].spec.problem, lengths, segment_chunks)
             if len(self._splits) >= _MAX_CACHED_CHOICES:
@@ -217,10 +268,16 @@ class CompiledOp:
             self._splits[key] = SplitForward(entries, segments, heads, window, device) if segments.is_cut else None
         return self._splits[key]
 
-    def _split_kernels(self) -> dict[str, CompiledKernel]:
-        if not set(SPLIT_KERNELS) <= set(self.kernels):
-            self.kernels |= self._load_split()
-        return {name: self.kernels[name] for name in SPLIT_KERNELS}
+    def load_split(self, name: str, schedule: Schedule | None = None) -> CompiledKernel:
+        """A kernel of `SPLIT_KERNELS`, built or loaded at its first use; errors as of `split`."""
+        found = self._split_kernels.get((name, schedule))
+        if found is None:
+            if self._load_split is None:
+                raise UnsupportedError(
+                    f"`chunk_size == 64` must hold to split sequences, but got {self.chunk_size}; run them whole."
+                )
+            found = self._split_kernels[name, schedule] = self._load_split(name, schedule)
+        return found
 
     def _layout(self, tokens: int, sequences: int, modes: Modes | None) -> Layout:
         """Shapes and dtypes of the intermediates, and of what the activation writes."""
@@ -283,18 +340,6 @@ def select_kernels(
     return Selection(chunk_size, kernels, options)
 
 
-def select_split(
-    config: OpConfig, db: Database | None = None, schedules: dict[str, Schedule] | None = None
-) -> dict[str, tuple[KernelSpec, Match | None]]:
-    """Choose the kernels that split sequences for ``config``; arguments and errors as in `compile`."""
-    db, found = open_db() if db is None else db, {}
-    for name in SPLIT_KERNELS:
-        problem = config.problem(name)
-        match = None if schedules and name in schedules else db.lookup(problem)
-        found[name] = KernelSpec(problem, schedules[name] if match is None else match.schedule), match
-    return found
-
-
 def compile(
     config: OpConfig,
     db: Database | None = None,
@@ -308,15 +353,28 @@ def compile(
     schedules: override the choice per kernel name.  strict: raise KernelMissingError instead of building (default
     $QLA_STRICT).  Raises UnsupportedError, InfeasibleError, CompilerMissingError, BuildError.
     """
+    db = open_db() if db is None else db
     chosen = select_kernels(config, db, schedules)
     load = _Loader(ArtifactStore() if store is None else store, env.strict() if strict is None else strict)
     kernels = {name: load(spec, match) for name, (spec, match) in chosen.kernels.items()}
     match = chosen.kernels["fused_forward"][1]
     variants = {spec.schedule: load(spec, match) for spec in chosen.variants}
-    load_split = lambda: {
-        name: load(spec, match) for name, (spec, match) in select_split(config, db, schedules).items()
-    }
-    return CompiledOp(config, chosen.chunk_size, kernels, chosen.options, variants, load_split)
+    if chosen.chunk_size != DEFAULT_CHUNK_SIZE:
+        return CompiledOp(config, chosen.chunk_size, kernels, chosen.options, variants)
+
+    def load_split(name: str, schedule: Schedule | None) -> CompiledKernel:
+        problem = config.problem(name)
+        given = schedule or (schedules or {}).get(name)
+        looked_up = None if given else db.lookup(problem)
+        return load(KernelSpec(problem, given or looked_up.schedule), looked_up)
+
+    models = None if schedules else SplitModels.of(config, db)
+    operator = CompiledOp(config, chosen.chunk_size, kernels, chosen.options, variants, models, load_split)
+    if models is not None and models.can_split:
+        for name in SPLIT_KERNELS:
+            for option in models.options[name]:
+                operator.load_split(name, option.schedule)
+    return operator
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,26 @@ def workspace_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
     """Bytes that a call on ``tokens`` tokens in all of ``sequences`` sequences takes from its workspace, at most.
 
     Per value head and slot, of which there are ``tokens // 64 + sequences``: 64 · 64 elements of q's dtype and 64 fp32
-    gates; 8.25 KiB per slot and value head for bf16 and chunks of 64.  Where config.activation is set also copies of q
-    and k, and g and beta in fp32: calls that do not ask for all of these take less.
+    gates; 8.25 KiB per slot and value head for bf16 and chunks of 64.  Where sequences are cut, 8 B per segment and value
+    head.  Where config.activation is set also copies of q and k, and g and beta in fp32: calls that do not ask for all
+    of these take less.
     """
     layouts = [intermediates(config.problem("fused_forward", c), tokens, sequences) for c in CHUNK_SIZES]
     activated = ()
     if config.activation:
         activated = activation.outputs(config.problem("input_activation"), activation.ALL_MODES, tokens)
-    return max(_num_bytes(layout + activated) for layout in layouts)
+    return max(_num_bytes(layout + activated) for layout in layouts) + _split_bytes(config, tokens, sequences)
+
+
+def _split_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
+    """Of the scratch of a split (`split.SplitForward`) into as many segments as there can be."""
+    from .split import least_segment_chunks
+
+    problem = config.problem("segment_forward")
+    least = least_segment_chunks(problem) * problem.chunk_size
+    if tokens < 2 * least:
+        return 0
+    return 2 * _aligned(4 * (tokens // least + sequences) * config.num_value_heads)
 
 
 def _num_bytes(layout: Layout) -> int:

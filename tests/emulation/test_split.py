@@ -8,7 +8,7 @@ import torch
 from emulator import kernel
 
 from qla_jit import launch
-from qla_jit.config import FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
+from qla_jit.config import FORWARD_KERNELS, OpConfig
 from qla_jit.numerics import GPU_TOLERANCE, make_inputs, relative_error
 from qla_jit.op import Checkpoints, CompiledOp
 from qla_jit.reference import recurrent_reference
@@ -28,10 +28,8 @@ def emulated(config: OpConfig, seed: int = 0) -> CompiledOp:
         entry = lambda *given: run(seed=seed, **dict(zip(launch.ARGUMENTS[name], given, strict=True)))
         return SimpleNamespace(spec=spec, entry=entry)
 
-    return CompiledOp(
-        config, 64, {name: compiled(name) for name in FORWARD_KERNELS},
-        load_split=lambda: {name: compiled(name) for name in SPLIT_KERNELS},
-    )  # fmt: skip
+    kernels = {name: compiled(name) for name in FORWARD_KERNELS}
+    return CompiledOp(config, 64, kernels, load_split=lambda name, schedule: compiled(name))
 
 
 def run(op: CompiledOp, x, segment_chunks, window="exact", initial=None, **more):
