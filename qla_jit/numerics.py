@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from .errors import InputError
 
 GATES = ("none", "mild", "violent", "bench")
+_MILD_ON = "mild:"  # and a percentage
 
 #: Largest relative error against float64 of o and of the final state that a kernel of this dtype may show.  Kernels and
 #: their peers measure 3e-3 to 4.5e-3 in bf16 on random keys; correlated keys need `tolerance` instead.
@@ -88,7 +89,8 @@ def make_inputs(
     """Inputs drawn from ``seed`` on the CPU, so that every device sees the same numbers, or on ``draw_on`` (faster).
 
     lengths: tokens of each sequence (0 allowed).  gates: "none" (g = 0), "mild" (logsigmoid(N(0, 1)) / 16), "violent"
-    (half the tokens down to −50, the others 0), "bench" (mild on 75 % of the heads, 0 on the rest).
+    (half the tokens down to −50, the others 0), "mild:P" (mild on P % of the value heads, rounded up, 0 on the rest; P
+    of 0 to 100), "bench" (as "mild:75").
     key_correlation: 0 for independent keys, 1 for one key repeated.  beta: a constant instead of sigmoid(N(0, 1)).
     Raises InputError on an unknown ``gates``.
     """
@@ -125,15 +127,18 @@ def make_inputs(
 
 
 def _gates(kind: str, shape: tuple[int, ...], gen: torch.Generator) -> torch.Tensor:
-    if kind not in GATES:
-        raise InputError(f"`gates in {GATES}` must hold, but got gates={kind!r}; name one of them.")
+    percent = "75" if kind == "bench" else kind.removeprefix(_MILD_ON) if kind.startswith(_MILD_ON) else None
+    if kind not in GATES and not (percent and percent.isascii() and percent.isdigit() and int(percent) <= 100):
+        raise InputError(
+            f'`gates in {GATES}`, or "mild:P" with P of 0 to 100, must hold, but got gates={kind!r}; name one of them.'
+        )
     if kind == "none":
         return torch.zeros(shape)
     if kind == "violent":
         size, coin = (torch.rand(shape, generator=gen, device=gen.device) for _ in range(2))
         return torch.where(coin < 0.5, -50.0 * size, 0.0)
     g = F.logsigmoid(torch.randn(shape, generator=gen, device=gen.device)) / 16
-    if kind == "bench":
+    if percent is not None:
         heads = torch.randperm(shape[-1], generator=gen, device=gen.device)
-        g[..., heads[math.ceil(0.75 * shape[-1]) :]] = 0.0
+        g[..., heads[-(-int(percent) * shape[-1] // 100) :]] = 0.0
     return g

@@ -70,8 +70,8 @@ def _rows(count: int) -> str:
 
 
 def heads_of(problem: Problem) -> str:
-    """``H:HV``."""
-    return f"{problem.num_heads}:{problem.num_value_heads}"
+    """``H:HV``; ``HV:HV`` of a kernel that knows nothing of key heads."""
+    return f"{problem.num_heads or problem.num_value_heads}:{problem.num_value_heads}"
 
 
 def family(problem: Problem) -> Problem:

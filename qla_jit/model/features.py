@@ -18,12 +18,13 @@ from ..config import SPLIT_KERNELS, Problem
 from ..errors import ConfigError
 from ..schedule import Schedule
 from ..templates.segments_sm90 import least_segment_tokens
+from ..workload import DECAYING_PERCENT, Workload
 from .makespan import makespan
 
 SEQUENTIAL_KERNELS = ("fused_forward",)
 #: Value heads that forget, and what their gates sum to over 64 tokens, where nothing is known of a call's gates: those
 #: that are measured by default, logsigmoid of a standard normal over 16 (its mean is −0.806) on 75 % of the heads.
-EXPECTED_WINDOW_SHARE = 0.75
+EXPECTED_WINDOW_SHARE = DECAYING_PERCENT / 100
 EXPECTED_DECAY = 0.806 / 16 * 64
 #: Chunks of a window at the tolerance that kernels are measured with.
 MEASURED_WARMUP_CHUNKS = 4
@@ -39,6 +40,13 @@ class Split:
     segment_chunks: int
     window_share: float = EXPECTED_WINDOW_SHARE
     warmup_chunks: int = MEASURED_WARMUP_CHUNKS
+
+    @classmethod
+    def of(cls, workload: Workload) -> Split | None:
+        """The split that a workload asks for; None where it cuts nothing."""
+        if workload.segment_chunks is None:
+            return None
+        return cls(workload.segment_chunks, workload.decaying_percent / 100)
 
 
 @dataclass(frozen=True)
@@ -182,14 +190,14 @@ def steps(
     Raises ConfigError where a kernel of a split is given none.
     """
     if problem.kernel in SPLIT_KERNELS or problem.kernel in SEQUENTIAL_KERNELS:
-        return makespan(_groups(problem, schedule, lengths, split), sm_count)
+        return makespan(kernel_groups(problem, schedule, lengths, split), sm_count)
     return separate_steps(schedule, num_ctas(problem, schedule, lengths), sm_count)
 
 
 def num_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:
     """CTAs that have work to do.  split, errors: as of `steps`."""
     if problem.kernel in SPLIT_KERNELS or problem.kernel in SEQUENTIAL_KERNELS:
-        return sum([number for _, number in _groups(problem, schedule, lengths, split)])
+        return sum([number for _, number in kernel_groups(problem, schedule, lengths, split)])
     chunks = sum([-(-length // problem.chunk_size) for length in lengths])
     return separate_ctas(problem, schedule, chunks)
 
@@ -204,7 +212,10 @@ def separate_steps(schedule: Schedule, ctas: int, sm_count: int) -> float:
     return float(_heads_per_cta(schedule) * -(-ctas // sm_count))
 
 
-def _groups(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None) -> list[tuple[int, int]]:
+def kernel_groups(
+    problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None
+) -> list[tuple[int, int]]:
+    """(length of a chain, CTAs that walk one) of a kernel with chains.  split, errors: as of `steps`."""
     counts = chunk_counts(lengths, problem.chunk_size)
     if problem.kernel in SEQUENTIAL_KERNELS:
         found = {chunks: number * problem.num_value_heads for chunks, number in counts.items()}

@@ -15,7 +15,7 @@ from rich.console import Console
 from ..db.jsonl import Recorder
 from ..db.layers import Database, open_db
 from ..errors import UnsupportedError
-from ..workload import DEFAULT_WORKLOADS, lengths_of
+from ..workload import DEFAULT_SPLIT_WORKLOADS, DEFAULT_WORKLOADS
 from . import json_output, tables
 from .compile_only import compile_points
 from .compile_pool import CompilePool
@@ -41,8 +41,8 @@ from .options import (
     chunk_sizes_of,
     devices_of,
     kernels_of,
-    names_in,
     problems_of,
+    workloads_of,
 )
 from .picture import draw
 from .plan_output import print_plan, summary
@@ -52,7 +52,7 @@ from .replay import ReplayEvaluator
 from .replay_commands import replay_sweeps
 from .report_commands import write_report
 from .shared_board import SharedBoard, without_password
-from .shipped_plan import SHIPPED_BUDGET_S, SHIPPED_WORKLOADS, planned, shipped_problems
+from .shipped_plan import SHIPPED_BUDGET_S, SHIPPED_SPLIT_WORKLOADS, SHIPPED_WORKLOADS, planned, shipped_problems
 from .sweep import Report, run_sweep
 from .verify_commands import verify
 from .worker import Worker
@@ -71,7 +71,12 @@ def run(
         float | None,
         typer.Option(help=f"Wall seconds; without it all is tried, of the shipped list {SHIPPED_BUDGET_S:.0f} s."),
     ] = None,
-    workload: Annotated[str, typer.Option(help="Workloads separated by commas: 8192x4, 1x8192, a+b+L*N.")] = "",
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="Workloads separated by commas: 8192x4, 1x8192, a+b+L*N; of a split 1x32768/16, 1x32768/16~50."
+        ),
+    ] = "",
     kernels: Kernels = "",
     dtype: Dtype = "bfloat16",
     state_dtype: StateDtype = "float32",
@@ -112,9 +117,8 @@ def run(
     else:
         names = (heads or DEFAULT_HEADS, head_dim or "128", kernels)
         problems = problems_of(arch, *names, *chosen, chunk_size, gate_dtype, beta_dtype)
-    workloads = tuple(names_in(workload)) or (SHIPPED_WORKLOADS if shipped else DEFAULT_WORKLOADS)
-    for text in workloads:
-        lengths_of(text)
+    defaults = (SHIPPED_WORKLOADS, SHIPPED_SPLIT_WORKLOADS) if shipped else (DEFAULT_WORKLOADS, DEFAULT_SPLIT_WORKLOADS)
+    workloads = workloads_of(workload, (problem.kernel for problem in problems), *defaults)
     if shipped or dry_run:
         with open_db(db) as database:
             cards, processes = len(devices_of(devices)), jobs or os.cpu_count() or 1

@@ -17,10 +17,11 @@ from typing import Protocol
 from ..arch import get_arch
 from ..config import Problem
 from ..db.records import Environment, Times, Trial
+from ..model.features import Split
 from ..registry import get_template
 from ..schedule import Schedule
 from ..spec import KernelSpec
-from ..workload import lengths_of
+from ..workload import workload_of
 from .cards import Cards
 from .compile_pool import Compiled, CompilePool
 from .roofline import floor_us
@@ -158,7 +159,7 @@ class LiveEvaluator:
                 answer = {"status": "duplicate", "reason": f"lowers to the same CUDA text as {twin}"}
             else:
                 request = self._request(spec, workload, compiled, self._samples, verify=True)
-                answer = _believed(self._cards.measure, request, floor_us(problem, schedule, request["lengths"]))
+                answer = _believed(self._cards.measure, request, _floor_us(spec, workload))
                 if answer["status"] != "ok":
                     self._sources.pop(key, None)
         return self._trial(spec, workload, compiled, answer, started, search_s=search_s)
@@ -190,8 +191,7 @@ class LiveEvaluator:
                 if answers[i].get("status", "ok") != "ok":
                     continue
                 request = self._request(specs[i], workload, compiled[i], RACE_SAMPLES, verify=number == 0)
-                least = floor_us(specs[i].problem, specs[i].schedule, request["lengths"])
-                answer = _believed(run, request, least)
+                answer = _believed(run, request, _floor_us(specs[i], workload))
                 samples = [*answers[i].get("samples_us", ()), *answer.get("samples_us", ())]
                 answers[i] = {**answers[i], **{k: v for k, v in answer.items() if v is not None}, "samples_us": samples}
         return answers
@@ -211,11 +211,13 @@ class LiveEvaluator:
             raise OutOfTimeError(f"{spec} was still compiling") from error
 
     def _request(self, spec: KernelSpec, workload: str, compiled: Compiled, samples: int, verify: bool) -> dict:
+        asked = workload_of(spec.problem.kernel, workload)
         return {
             "problem": spec.problem.as_dict(),
             "schedule": spec.schedule.as_dict(),
             "path": compiled.path,
-            "lengths": lengths_of(workload),
+            "lengths": list(asked.lengths),
+            "case": asked.case,
             "seed": self._seed,
             "samples": samples,
             "verify": verify,
@@ -263,6 +265,11 @@ class LiveEvaluator:
 def _default_of(problem: Problem, schedule: Schedule) -> KernelSpec:
     """The default of a schedule's template: what the static filter compares with."""
     return KernelSpec(problem, get_template(schedule.template).default(problem))
+
+
+def _floor_us(spec: KernelSpec, workload: str) -> float:
+    asked = workload_of(spec.problem.kernel, workload)
+    return floor_us(spec.problem, spec.schedule, asked.lengths, Split.of(asked))
 
 
 def _believed(run: Callable[[dict], dict], request: dict, least_us: float) -> dict:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..config import Problem
+from ..config import SPLIT_KERNELS, Problem
+from ..model.features import least_segment_chunks
 from .clocks import Clocks
 
 FLUSH_BYTES = 256 << 20
@@ -22,6 +23,16 @@ SAMPLING_S = 1.0  # a slow kernel gets fewer samples rather than more time
 #: Checked besides the workload itself: one token, around one chunk, and a tail (MATH.md's edge shapes).
 EDGE_LENGTHS = (1, 63, 64, 65, 130, 257)
 EDGE_GATES = ("none", "violent")  # the workload itself has mild decay on most heads and none on the others
+
+
+def edge_lengths(problem: Problem) -> tuple[int, ...]:
+    """`EDGE_LENGTHS`; for the kernels of a split, on sequences cut as finely as can be: one chunk, too short to be cut,
+    two segments with a last one that is not whole and with one that is, and four, of which the last is one token more.
+    """
+    if problem.kernel not in SPLIT_KERNELS:
+        return EDGE_LENGTHS
+    least = least_segment_chunks(problem) * problem.chunk_size
+    return 1, 2 * least - problem.chunk_size, 2 * least - 1, 2 * least, 4 * least + 1
 
 
 @dataclass
@@ -51,14 +62,14 @@ class Bench:
         self._cases: dict = {}
         self._flush = None
 
-    def case(self, problem: Problem, lengths: Sequence[int], seed: int | str, gates: str = "bench"):
-        """A cached case; another problem frees the previous ones."""
+    def case(self, problem: Problem, lengths: Sequence[int], seed: int | str, gates: str = "bench", **cut):
+        """A cached case; another problem frees the previous ones.  cut: further arguments of `harness.make_case`."""
         if self._key != problem:
             self._key, self._cases = problem, {}
-        key = (tuple(lengths), seed, gates)
+        key = (tuple(lengths), seed, gates, *cut.items())
         if key not in self._cases:
             number = 0 if isinstance(seed, str) else seed
-            self._cases[key] = self._make_case(problem, lengths, number, self._device, gates=gates)
+            self._cases[key] = self._make_case(problem, lengths, number, self._device, gates=gates, **cut)
         return self._cases[key]
 
     def forget(self) -> None:
@@ -83,17 +94,22 @@ def measure(
     verify: bool,
     stage: Callable[[str], None],
     observe: Callable[[], Clocks] = Clocks,
+    asked: Mapping[str, object] | None = None,
 ) -> Measurement:
-    """Verify (unless it was verified before in this sweep), time, and verify the timed graph on fresh data."""
+    """Verify (unless it was verified before in this sweep), time, and verify the timed graph on fresh data.
+
+    asked: what the workload says beyond its lengths, `Workload.case`.
+    """
     found = Measurement()
     stage("data")
     seeds = (seed, seed + 1, seed + 2)
-    data = [bench.case(problem, lengths, s) for s in seeds] if verify else [bench.case(problem, lengths, seed)]
-    arena = bench.case(problem, lengths, "arena")
+    asked = asked or {}
+    data = [bench.case(problem, lengths, s, **asked) for s in (seeds if verify else seeds[:1])]
+    arena = bench.case(problem, lengths, "arena", **asked)
     stage("verify")
     started = time.perf_counter()
     if verify:
-        edges = {gates: bench.case(problem, EDGE_LENGTHS, seed, gates) for gates in EDGE_GATES}
+        edges = {gates: bench.case(problem, edge_lengths(problem), seed, gates) for gates in EDGE_GATES}
         checks = [
             *((f"edge lengths, {gates} decay", case, None) for gates, case in edges.items()),
             (f"seed {seed}", arena, data[0]),

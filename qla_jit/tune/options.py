@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from ..arch import ARCHS
 from ..config import DTYPES, FORWARD_KERNELS, KERNELS, STATE_DTYPES, OpConfig
 from ..errors import ConfigError
+from ..workload import parse, suited, suits, workload_of
 from .space import plan_problems
 
 #: Heads of the models that are tuned when none are named: Qwen3.5/3.6 and Qwen3-Next at TP 1 to 8.
@@ -77,6 +79,25 @@ def _names(text: str, allowed: tuple[str, ...], default: tuple[str, ...], option
 def kernels_of(text: str) -> tuple[str, ...]:
     """Kernels separated by commas, those of the forward where none is named; ConfigError for an unknown one."""
     return _names(text, KERNELS, FORWARD_KERNELS, "--kernels")
+
+
+def workloads_of(text: str, kernels: Iterable[str], whole: Sequence[str], split: Sequence[str]) -> tuple[str, ...]:
+    """Workloads separated by commas, each for the kernels that it suits; where none is named, the defaults ``whole``
+    and ``split`` as far as the kernels take them.
+
+    Raises ConfigError for what cannot be read, for a workload that no kernel takes and for a kernel without one.
+    """
+    kernels, named = tuple(dict.fromkeys(kernels)), names_in(text)
+    if not named:
+        return tuple(w for w in (*whole, *split) if any(suits(kernel, w) for kernel in kernels))
+    for workload in named:
+        parse(workload)
+        if kernels and not any(suits(kernel, workload) for kernel in kernels):
+            workload_of(kernels[0], workload)
+    for kernel in kernels:
+        if not suited(kernel, named):
+            workload_of(kernel, named[0])
+    return tuple(named)
 
 
 def chunk_sizes_of(text: str) -> list[int] | None:

@@ -165,9 +165,13 @@ def filtered(data: ReportData, kernels: Iterable[str] = (), heads: Iterable[str]
     """Only some kernels and head counts (``H:HV``); empty means all."""
     kernels, heads = set(kernels), set(heads)
 
+    def has_heads(problem: Problem) -> bool:
+        if problem.num_heads is None:  # the kernel knows nothing of key heads
+            return any(text.endswith(f":{problem.num_value_heads}") for text in heads)
+        return f"{problem.num_heads}:{problem.num_value_heads}" in heads
+
     def kept(problem: Problem) -> bool:
-        named = f"{problem.num_heads}:{problem.num_value_heads}"
-        return (not kernels or problem.kernel in kernels) and (not heads or named in heads)
+        return (not kernels or problem.kernel in kernels) and (not heads or has_heads(problem))
 
     return replace(
         data,

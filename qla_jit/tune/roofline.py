@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Problem
+from ..model.features import Split, kernel_groups
 from ..registry import get_template
 from ..schedule import Schedule
 
@@ -35,15 +36,28 @@ CEILINGS = {
 }
 
 
-def floor_us(problem: Problem, schedule: Schedule, lengths: Sequence[int]) -> float:
-    """Time in µs below which a launch cannot be; 0 where the arch has no ceiling here."""
+def floor_us(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> float:
+    """Time in µs below which a launch cannot be; 0 where the arch has no ceiling here.
+
+    split: of the kernels of a split, which need it; more work than it expects only makes them slower.
+    """
     ceiling = CEILINGS.get(problem.arch)
     if ceiling is None:
         return 0.0
     work = get_template(schedule.template).work(problem, schedule)
-    tokens_of_chunks = sum(lengths) / problem.chunk_size  # partial chunks count as what they hold
-    heads = tokens_of_chunks * problem.num_value_heads
-    written = heads * work.bytes_written
-    compute = heads * work.flops / (ceiling.tflops * 1e6)
+    units = _units(problem, schedule, lengths, split)
+    written = units * work.bytes_written
+    compute = units * work.flops / (ceiling.tflops * 1e6)
     memory = max(0.0, written - CACHED_BYTES) / (ceiling.tbps * 1e6)
     return max(compute, memory)
+
+
+def _units(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None) -> float:
+    """How often the work that a template declares is done."""
+    if problem.kernel in ("segment_state", "segment_correct"):
+        groups = kernel_groups(problem, schedule, lengths, split)
+        ctas = problem.head_dim_v // 64  # that share a unit of the declared work
+        if problem.kernel == "segment_state":
+            ctas = (problem.head_dim_k + problem.head_dim_v) // schedule.params().get("columns", problem.head_dim_v)
+        return sum(length * number for length, number in groups) / ctas
+    return sum(lengths) / problem.chunk_size * problem.num_value_heads  # partial chunks count as what they hold

@@ -15,15 +15,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .. import registry
-from ..config import FORWARD_KERNELS, OpConfig, Problem
+from ..config import FORWARD_KERNELS, SPLIT_KERNELS, OpConfig, Problem
 from ..db import Database
 from ..db.lookup import is_current
 from ..db.records import Trial
+from ..workload import suited
 from .finals import FINALISTS, ROUNDS
 from .space import Space, enumerate_space, plan_problems
 
 #: Long and short: a batch that fills the card, one sequence that leaves most of it idle, and both of them short.
 SHIPPED_WORKLOADS = ("8192x4", "1x8192", "1024x8", "1x2048")
+#: The same for the kernels of a split: long sequences in few and in many segments, on gates of which most heads forget,
+#: none does (~0) or all do (~100), several sequences, and ragged ones.
+SHIPPED_SPLIT_WORKLOADS = (
+    *(f"1x32768/{chunks}" for chunks in (16, 32, 64, 128, 256)),
+    *(f"1x8192/{chunks}" for chunks in (8, 16, 32, 64)),
+    *(f"{cut}~{percent}" for percent in (0, 100) for cut in ("1x32768/32", "1x32768/64", "1x8192/16")),
+    "8192x4/32",
+    "16384+8192+1024*8/32",
+)
+#: Value heads of the operators that those kernels are tuned for: more fill the card without being split.
+MOST_SPLIT_HEADS = 32
 SHIPPED_BUDGET_S = 7200.0
 
 
@@ -95,12 +107,14 @@ def shipped_problems(
     kernels: Sequence[str] = FORWARD_KERNELS,
     chunk_sizes: Iterable[int] | None = None,
 ) -> list[Problem]:
-    """The problems of the list, in its order; those that no template answers are left out."""
+    """The problems of the list, in its order; left out are those that no template answers, and the kernels of a split
+    for more heads than `MOST_SPLIT_HEADS`."""
     configs = [
         OpConfig(*op.heads, *op.head_dims, dtype, state_dtype, state_v_first, arch, False, gate_dtype, beta_dtype)
         for op in OPERATORS
     ]
-    return plan_problems(configs, kernels, chunk_sizes)
+    found = plan_problems(configs, kernels, chunk_sizes)
+    return [p for p in found if p.kernel not in SPLIT_KERNELS or p.num_value_heads <= MOST_SPLIT_HEADS]
 
 
 def pace_of(trials: Iterable[Trial]) -> Pace:
@@ -136,10 +150,11 @@ def planned(
     for problem in problems:
         space = enumerate_space(problem)
         points = min(len(space.points), max_trials or len(space.points))
-        known = _measured(by_problem.get(problem, ()), space, workloads)
+        chosen = suited(problem.kernel, workloads)
+        known = _measured(by_problem.get(problem, ()), space, chosen)
         left = sum(max(0, points - len(schedules)) for schedules in known.values())
         fresh = max(0, points - len(set().union(*known.values())))
-        race_s = len(workloads) * (FINALISTS + 1) * ROUNDS * pace.race_s
+        race_s = len(chosen) * (FINALISTS + 1) * ROUNDS * pace.race_s
         estimate_s = max(fresh * pace.compile_s / jobs, left * pace.trial_s / cards) + race_s / cards
         found.append(Planned(problem, points, left, estimate_s, _state(db, problem, left)))
     order = {"untuned": 0, "stale": 0, "tuned": 1, "done": 2}

@@ -17,6 +17,7 @@ from ..db.records import Trial
 from ..errors import CacheError, ConfigError
 from ..registry import digest
 from ..schedule import Schedule
+from ..workload import suited, workload_of
 from .board import Alone, Board, BoardLostError, race_of, topic_of
 from .evaluate import Evaluator
 from .finals import best_row, finalists, overall_row
@@ -67,7 +68,10 @@ class Sweep:
                     f"{self.evaluator.environment}, but got {problem.arch!r}; name its arch, or use --compile-only."
                 )
             space = enumerate_space(problem)
-            groups.append([Unit(self.evaluator.space(space, w), w) for w in self.plan.workloads])
+            workloads = suited(problem.kernel, self.plan.workloads)
+            if not workloads:
+                workload_of(problem.kernel, self.plan.workloads[0])
+            groups.append([Unit(self.evaluator.space(space, w), w) for w in workloads])
         return groups
 
     def run(self) -> Report:
@@ -194,7 +198,8 @@ def run_sweep(
     """Run a plan and store every trial and every best row; ``setup`` is what `recall` gives back beside the plan;
     ``board`` is where other hosts that run the same plan are met.
 
-    Raises ConfigError for a plan of another arch than the evaluator's, ReplayMissError for a point that was not
+    Raises ConfigError for a plan of another arch than the evaluator's or without a workload for one of its kernels,
+    ReplayMissError for a point that was not
     recorded, DatabaseError when a row cannot be stored; never for what a schedule does wrong.
     """
     sweep = Sweep(plan, evaluator, db, listener or Listener(), recorder, board)

@@ -1,8 +1,8 @@
 """The process that owns a GPU during a sweep: loads, verifies and times one artifact per request.
 
     ← {"op": "probe"}
-    ← {"op": "measure", "problem": {…}, "schedule": {…}, "path": "<artifact>", "lengths": […], "seed": 0, "samples": 40,
-       "verify": true}
+    ← {"op": "measure", "problem": {…}, "schedule": {…}, "path": "<artifact>", "lengths": […], "case": {…}, "seed": 0,
+       "samples": 40, "verify": true}
     → stages load, data, verify, measure, recheck, then
     → {"event": "result", "status": …, "reason": …, "samples_us": […], "error": …, "verify_s": …, "measure_s": …,
        "sm_mhz": …, "memory_mhz": …, "sticky": false}
@@ -92,6 +92,7 @@ class Handler:
             request["verify"],
             reply.stage,
             lambda: clocks.observe(self._uuid),
+            request["case"],
         )
 
     def _load(self, spec: KernelSpec, path: str):

@@ -73,6 +73,21 @@ def test_gates_are_as_violent_as_named():
     assert still == 2 and (g["bench"] < 0).any(1).sum() == 6
     with pytest.raises(InputError, match="gates"):
         make_inputs([1], gates="wild")
+    for gates in ("mild:", "mild:101", "mild:-1", "mild:a", "violent:50"):
+        with pytest.raises(InputError, match="P of 0 to 100"):
+            make_inputs([1], gates=gates)
+
+
+@pytest.mark.parametrize(("percent", "decaying"), [(0, 0), (1, 1), (50, 4), (75, 6), (99, 8), (100, 8)])
+def test_a_share_of_the_heads_decays(percent, decaying):
+    g = make_inputs([9], 1, 8, 8, 8, gates=f"mild:{percent}").g
+    assert int((g < 0).all(1).sum()) == decaying and int((g == 0).all(1).sum()) == 8 - decaying
+
+
+def test_bench_gates_decay_on_three_quarters_of_the_heads():
+    for heads in (1, 2, 6, 8):
+        bench, mild = (make_inputs([9], 1, heads, 8, 8, gates=gates) for gates in ("bench", "mild:75"))
+        assert torch.equal(bench.g, mild.g) and torch.equal(bench.initial_state, mild.initial_state)
 
 
 def test_knobs_for_keys_and_beta():

@@ -479,7 +479,7 @@ def test_floor_is_below_every_recorded_time():
 
 @pytest.mark.parametrize("second", ["1", "150"])
 def test_time_below_the_floor_is_measured_again_and_wrong_if_it_stays(tmp_path, evaluator, monkeypatch, second):
-    monkeypatch.setattr("qla_jit.tune.evaluate.floor_us", lambda problem, schedule, lengths: 50.0)
+    monkeypatch.setattr("qla_jit.tune.evaluate.floor_us", lambda *arguments: 50.0)
     kernel = f"""
         if params["a"] == 1:
             first = not os.path.exists(__file__ + ".again")
