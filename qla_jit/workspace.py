@@ -85,9 +85,9 @@ def workspace_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
     """Bytes that a call on ``tokens`` tokens in all of ``sequences`` sequences takes from its workspace, at most.
 
     Per value head and slot, of which there are ``tokens // 64 + sequences``: 64 · 64 elements of q's dtype and 64 fp32
-    gates; 8.25 KiB per slot and value head for bf16 and chunks of 64.  Where sequences are cut, 8 B per segment and value
-    head.  Where config.activation is set also copies of q and k, and g and beta in fp32: calls that do not ask for all
-    of these take less.
+    gates; 8.25 KiB per slot and value head for bf16 and chunks of 64.  Where sequences are cut, 8 B per segment and
+    value head.  Where config.activation is set also copies of q and k, and g and beta in fp32: calls that do not ask
+    for all of these take less.
     """
     layouts = [intermediates(config.problem("fused_forward", c), tokens, sequences) for c in CHUNK_SIZES]
     activated = ()
