@@ -70,10 +70,11 @@ def test_a_split_rounds_no_worse_than_a_whole_batch():
 
 
 def test_checkpoints_pools_and_workspaces_are_those_of_the_whole_batch():
+    """With the last CTA first: a last segment then ends, and writes its pool row, before the first one starts."""
     config = OpConfig(1, 2, head_dim_k=64, head_dim_v=128, state_v_first=True)
     lengths, every = (500, 0, 330), 192
     x = make_inputs(lengths, 1, 2, 64, 128, gates="bench", seed=4)
-    op, found = emulated(config), []
+    op, found = emulated(config, seed=1), []
     counts = [length // every for length in lengths]
     for segment_chunks in (None, 3):
         pool = torch.full((5, 2, 128, 64), 7.0)

@@ -5,6 +5,9 @@
 #include <xmmintrin.h>
 #endif
 
+#include <algorithm>
+#include <numeric>
+
 #include "state.h"
 
 extern "C" {
@@ -98,8 +101,13 @@ __attribute__((visibility("default"))) int emu_run(const EmuLaunch* launch) {
 #endif
   blockDim = {launch->block[0], launch->block[1], launch->block[2]};
   gridDim = {launch->grid[0], launch->grid[1], launch->grid[2]};
-  const uint64_t blocks = uint64_t(gridDim.x) * gridDim.y * gridDim.z;
-  for (uint64_t i = 0; i < blocks && m.error.empty(); ++i) {
+  // A grid promises no order of its CTAs: seed 1 runs the last one first, later seeds run them as they come.
+  std::vector<uint64_t> order(uint64_t(gridDim.x) * gridDim.y * gridDim.z);
+  std::iota(order.begin(), order.end(), 0);
+  if (launch->seed == 1) std::reverse(order.begin(), order.end());
+  if (launch->seed > 1) std::shuffle(order.begin(), order.end(), std::mt19937_64(launch->seed));
+  for (uint64_t i : order) {
+    if (!m.error.empty()) break;
     blockIdx = {unsigned(i % gridDim.x), unsigned(i / gridDim.x % gridDim.y), unsigned(i / gridDim.x / gridDim.y)};
     run_cta(launch->dynamic_bytes);
   }
