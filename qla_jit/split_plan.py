@@ -26,6 +26,7 @@ from .model.features import (
     ctas_per_head,
     expected_warmup_chunks,
     least_segment_chunks,
+    longest_segment,
     separate_ctas,
     separate_steps,
     shared,
@@ -275,7 +276,8 @@ class _Search:
         if any(sum(of.values()) > self._sm_count for of in (items.forward, items.values)):
             return None
         (chunks,) = self._counts
-        return model.predict_us(segment_chunks, chunks / segment_chunks)
+        longest = longest_segment(chunks, segment_chunks, self._least)
+        return model.predict_us(longest, chunks / longest)
 
 
 def describe(plan: SplitPlan, most: int = 5) -> str:

@@ -129,7 +129,7 @@ def split_items(counts: Mapping[int, int], heads: int, least: int, split: Split)
     keys: dict[int, int] = {}
     correct: dict[int, int] = {}
     for chunks, sequences in counts.items():
-        parts = 1 if chunks <= limit else min(-(-chunks // limit), chunks // least)
+        parts = 1 if chunks <= limit else min(-(-chunks // limit), chunks // least)  # as `segments.cut`
         if parts <= 1:
             forward[chunks] = forward.get(chunks, 0) + sequences * heads
             continue
@@ -153,6 +153,13 @@ def split_items(counts: Mapping[int, int], heads: int, least: int, split: Split)
             if parts > 2:
                 correct[parts - 2] = correct.get(parts - 2, 0) + exact
     return SplitItems(forward, values, keys, correct)
+
+
+def longest_segment(chunks: int, segment_chunks: int, least: int) -> int:
+    """Chunks of the longest segment of a sequence of ``chunks``; arguments as of `split_items`."""
+    if chunks <= segment_chunks:
+        return chunks
+    return -(-chunks // max(1, min(-(-chunks // segment_chunks), chunks // least)))
 
 
 def chains(problem: Problem, items: SplitItems) -> Mapping[int, int]:

@@ -2,8 +2,8 @@
 
 A model is of one schedule over all head counts of its family: heads, sequences and lengths enter through depth and
 CTAs, which is also what lets it predict heads that nobody measured.  Only rows of one template source and one
-environment are fitted together.  Where rows name a segment length (parameter `SEGMENT_PARAMETER`), the one-wave form
-T = λ₁ L + λ₂ N/L + λ₀ is fitted too, over the schedules that differ in it alone.
+environment are fitted together.  Where all kernels of a split are measured, the one-wave form T = λ₁ L + λ₂ N/L + λ₀ of
+their sum is fitted too (`split_rows`), for each operator; its key is that of `segment_forward`.
 """
 
 from __future__ import annotations
@@ -15,44 +15,18 @@ from dataclasses import dataclass
 
 from ..config import Problem
 from ..db.lookup import family, is_current
-from ..db.records import ALL_WORKLOADS, BestRow, CostModel, Environment, Trial, problem_body
-from ..registry import select
+from ..db.records import CostModel, problem_body
 from ..schedule import Schedule
 from ..spec import canonical_json, sha256
-from ..workload import lengths_of
+from ..workload import workload_of
 from . import features, robust
+from .observation import Observation
+from .split_rows import SplitTime, split_times
 
 MIN_ROWS = 5  # two more than coefficients, so that leaving one out still leaves an error to see
 MIN_DEPTHS = 3
 MAX_LOO_ERROR = 0.10
 MAX_LOO_P90 = 0.25
-SEGMENT_PARAMETER = "segment_chunks"
-
-
-@dataclass(frozen=True)
-class Observation:
-    """A measured time: of which problem, schedule and workload, and with what."""
-
-    problem: Problem
-    schedule: Schedule
-    workload: str
-    time_us: float
-    template_digest: str
-    environment: Environment
-
-    @property
-    def key(self) -> tuple:
-        return self.problem, self.schedule, self.workload, self.template_digest, self.environment
-
-    def as_dict(self) -> dict:
-        return {
-            "problem": problem_body(self.problem),
-            "schedule": self.schedule.as_dict(),
-            "workload": self.workload,
-            "time_us": self.time_us,
-            "template_digest": self.template_digest,
-            "environment": self.environment.id,
-        }
 
 
 @dataclass(frozen=True)
@@ -66,39 +40,17 @@ class Refusal:
     reason: str
 
 
-def observations(trials: Iterable[Trial], best: Iterable[BestRow] = ()) -> list[Observation]:
-    """One time per (problem, schedule, workload, source, environment): of its last race, else of its last search
-    trial, else of a best row, which also tells the time of the default."""
-    found: dict[tuple, Observation] = {}
-    for row in best:
-        if row.workload == ALL_WORKLOADS:
-            continue
-        pairs = [(row.schedule, row.median_us)]
-        if row.default_median_us is not None and is_current(row):  # an older source may have had another default
-            default = select(row.problem).default(row.problem)
-            if default.template == row.schedule.template:
-                pairs.append((default, row.default_median_us))
-        for schedule, time_us in pairs:
-            o = Observation(row.problem, schedule, row.workload, time_us, row.template_digest, row.environment)
-            found[o.key] = o
-    for phase in ("search", "final"):
-        for t in trials:
-            if t.phase == phase and t.status == "ok":
-                o = Observation(t.problem, t.schedule, t.workload, t.median_us, t.template_digest, t.environment)
-                found[o.key] = o
-    return list(found.values())
-
-
 def fit_models(found: Iterable[Observation], created: str = "") -> tuple[list[CostModel], list[Refusal]]:
-    """A model, or a refusal, per (family, schedule), in a fixed order."""
-    models, refused = [], []
-    groups: dict[tuple, list[Observation]] = {}
+    """A model, or a refusal, per (family, schedule) and per operator with a measured split, in a fixed order."""
+    found, groups = list(found), {}
     for o in found:
         groups.setdefault((family(o.problem), o.schedule, "work"), []).append(o)
-        if SEGMENT_PARAMETER in o.schedule.params():
-            groups.setdefault((o.problem, _without_segment(o.schedule), "one_wave"), []).append(o)
-    for (problem, schedule, form), rows in sorted(groups.items(), key=lambda item: _text(*item[0])):
-        result = _fit(problem, schedule, form, _of_one_source(rows), created)
+    chosen = {key: _work_rows(_of_one_source(rows)) for key, rows in groups.items()}
+    for (problem, schedule), times in split_times(found).items():
+        chosen[problem, schedule, "one_wave"] = _one_wave_rows(times)
+    models, refused = [], []
+    for key, rows in sorted(chosen.items(), key=lambda item: _text(*item[0])):
+        result = _fit(*key, rows, created)
         if isinstance(result, Refusal):
             refused.append(result)
         else:
@@ -106,13 +58,17 @@ def fit_models(found: Iterable[Observation], created: str = "") -> tuple[list[Co
     return models, refused
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What is fitted: the three features of a form, the time in µs, and the rows of the database behind it."""
+
+    features: tuple[float, float, float]
+    time_us: float
+    observations: tuple[Observation, ...]
+
+
 def _text(problem: Problem, schedule: Schedule, form: str) -> tuple[str, ...]:
     return canonical_json(problem_body(problem)), canonical_json(schedule.as_dict()), form
-
-
-def _without_segment(schedule: Schedule) -> Schedule:
-    params = {name: value for name, value in schedule.items if name != SEGMENT_PARAMETER}
-    return Schedule.of(schedule.template, params)
 
 
 def _of_one_source(rows: Sequence[Observation]) -> list[Observation]:
@@ -123,11 +79,8 @@ def _of_one_source(rows: Sequence[Observation]) -> list[Observation]:
     return max(sources.values(), key=lambda found: (bool(is_current(found[0])), len(found), found[0].template_digest))
 
 
-def _fit(
-    problem: Problem, schedule: Schedule, form: str, rows: Sequence[Observation], created: str
-) -> CostModel | Refusal:
-    points = [_work(o) if form == "work" else _one_wave(o) for o in rows]
-    times = [o.time_us for o in rows]
+def _fit(problem: Problem, schedule: Schedule, form: str, rows: Sequence[_Row], created: str) -> CostModel | Refusal:
+    points, times = [row.features for row in rows], [row.time_us for row in rows]
     reason = _too_little(points, form)
     if not reason:
         coefficients = robust.fit(points, times)
@@ -136,7 +89,8 @@ def _fit(
         reason = _too_wrong(loo, p90) or ("no coefficient is above 0" if not any(coefficients) else "")
     if reason:
         return Refusal(problem, schedule, form, len(rows), reason)
-    ordered = sorted((o.as_dict() for o in rows), key=canonical_json)
+    ordered = sorted((o.as_dict() for row in rows for o in row.observations), key=canonical_json)
+    last = rows[0].observations[-1]
     return CostModel(
         problem=problem,
         schedule=schedule,
@@ -145,36 +99,42 @@ def _fit(
         rows=len(rows),
         loo_error=loo,
         loo_p90=p90,
-        fitted_on=sha256({"form": form, "rows": ordered, "environment": rows[0].environment.as_dict()}),
-        template_digest=rows[0].template_digest,
-        environment=rows[0].environment,
+        fitted_on=sha256({"form": form, "rows": ordered, "environment": last.environment.as_dict()}),
+        template_digest=last.template_digest,
+        environment=last.environment,
         created=created,
     )
 
 
+def _work_rows(rows: Iterable[Observation]) -> list[_Row]:
+    return [_Row(_work(o), o.time_us, (o,)) for o in rows]
+
+
 def _work(o: Observation) -> tuple[float, float, float]:
-    lengths = lengths_of(o.workload)
-    depth = features.steps(o.problem, o.schedule, lengths, o.environment.sm_count)
-    return depth, float(features.num_ctas(o.problem, o.schedule, lengths)), 1.0
+    asked = workload_of(o.problem.kernel, o.workload)
+    work, split = (o.problem, o.schedule, asked.lengths), features.Split.of(asked)
+    depth = features.steps(*work, o.environment.sm_count, split)
+    return depth, float(features.num_ctas(*work, split)), 1.0
 
 
-def _one_wave(o: Observation) -> tuple[float, float, float]:
-    segment = o.schedule[SEGMENT_PARAMETER]
-    chunks = max(-(-length // o.problem.chunk_size) for length in lengths_of(o.workload))
-    return float(segment), chunks / segment, 1.0
+def _one_wave_rows(times: Iterable[SplitTime]) -> list[_Row]:
+    return [_Row((float(t.segment_chunks), t.chunks / t.segment_chunks, 1.0), t.time_us, t.parts) for t in times]
 
 
-def residuals(model: CostModel, found: Iterable[Observation]) -> list[tuple[Observation, float]]:
-    """The observations that a model describes, each with what the model predicts in µs."""
-    described = []
-    for o in found:
-        source = (o.template_digest, o.environment) == (model.template_digest, model.environment)
-        if model.form == "work" and source and (family(o.problem), o.schedule) == (model.problem, model.schedule):
-            described.append((o, model.predict_us(*_work(o)[:2])))
-        elif model.form == "one_wave" and source and SEGMENT_PARAMETER in o.schedule.params():
-            if (o.problem, _without_segment(o.schedule)) == (model.problem, model.schedule):
-                described.append((o, model.predict_us(*_one_wave(o)[:2])))
-    return described
+def residuals(model: CostModel, found: Iterable[Observation]) -> list[tuple[float, float]]:
+    """(measured, predicted) in µs of the rows that a model describes."""
+    rows: list[_Row] = []
+    if model.form == "one_wave":
+        rows = _one_wave_rows(split_times(found).get((model.problem, model.schedule), ()))
+    else:
+        key = model.problem, model.schedule
+        rows = _work_rows(o for o in found if (family(o.problem), o.schedule) == key)
+    source = model.template_digest, model.environment
+    return [
+        (row.time_us, model.predict_us(*row.features[:2]))
+        for row in rows
+        if (row.observations[-1].template_digest, row.observations[-1].environment) == source
+    ]
 
 
 def best_segment(model: CostModel, chunks: int) -> float:

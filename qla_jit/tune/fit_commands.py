@@ -13,7 +13,8 @@ from ..db.layers import Database, open_db
 from ..db.lookup import is_current
 from ..db.records import CostModel, problem_body
 from ..errors import DatabaseError
-from ..model.fit import Refusal, fit_models, observations
+from ..model.fit import Refusal, fit_models
+from ..model.observation import observations
 from . import json_output
 from .evaluate import now
 from .options import AsJson, DbPath

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from ..db.lookup import heads_of, is_current
 from ..db.records import BestRow, CostModel, Trial
-from ..model.fit import observations, residuals
+from ..model.fit import residuals
+from ..model.observation import observations
 
 
 def plain_models(fits: Iterable[CostModel], trials: Iterable[Trial], best: Sequence[BestRow]) -> list[dict]:
@@ -30,6 +31,6 @@ def _plain(model: CostModel, found: Sequence, used: bool) -> dict:
         "rows": model.rows,
         "loo_error": model.loo_error,
         "fitted_on": model.fitted_on,
-        "points": [(o.time_us, predicted) for o, predicted in residuals(model, found)],
+        "points": residuals(model, found),
         "note": ", ".join(notes),
     }

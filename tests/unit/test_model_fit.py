@@ -5,14 +5,15 @@ import random
 import re
 
 import pytest
-from tuning_fakes import ENVIRONMENT, fake_template, point, problem, trial, use_templates
+from tuning_fakes import ENVIRONMENT, cost_model, fake_template, point, problem, trial, use_templates
 
 from qla_jit import cli
 from qla_jit.db import Database, Store
 from qla_jit.db.lookup import family
 from qla_jit.errors import DatabaseError
 from qla_jit.model import features, robust
-from qla_jit.model.fit import MIN_ROWS, SEGMENT_PARAMETER, best_segment, fit_models, observations, residuals
+from qla_jit.model.fit import MIN_ROWS, best_segment, fit_models, residuals
+from qla_jit.model.observation import observations
 from qla_jit.schedule import Schedule
 from qla_jit.tune.fit_commands import fit_database
 from qla_jit.workload import lengths_of
@@ -134,31 +135,15 @@ def test_digest_says_what_was_fitted():
     assert len({one.fitted_on, other.fitted_on, older.fitted_on}) == 3
 
 
-def segment_rows(l1=0.8, l2=1.5, l0=4.0):
-    p, made = problem(2, 8), []
-    for tokens in (8192, 32768):
-        for segment in (2, 4, 8, 16, 32):
-            schedule = Schedule.of("fake", {**point().params(), SEGMENT_PARAMETER: segment})
-            chunks = tokens // 64
-            made.append(timed(p, f"1x{tokens}", l1 * segment + l2 * chunks / segment + l0, schedule))
-    return made
+def wave(a, b):
+    problem_ = problem(2, 8, kernel="segment_forward")
+    return cost_model(problem_=problem_, coefficients=(a, b, 4.0), form="one_wave")
 
 
-def test_one_wave_form_is_fitted_over_segment_lengths():
-    models, _ = fitted(segment_rows())
-    (model,) = [m for m in models if m.form == "one_wave"]
-    assert model.coefficients == pytest.approx((0.8, 1.5, 4.0))
-    assert model.problem == problem(2, 8)
-    assert SEGMENT_PARAMETER not in model.schedule.params()
-    assert best_segment(model, 128) == pytest.approx((1.5 * 128 / 0.8) ** 0.5)
-    assert model.predict_us(16, 128 / 16) == pytest.approx(0.8 * 16 + 1.5 * 8 + 4)
-
-
-def test_best_segment_is_never_longer_than_the_sequence_nor_shorter_than_a_chunk():
-    (model,) = [m for m in fitted(segment_rows(l1=0.0))[0] if m.form == "one_wave"]
-    assert best_segment(model, 128) == 128
-    (model,) = [m for m in fitted(segment_rows(l2=0.0))[0] if m.form == "one_wave"]
-    assert best_segment(model, 128) == 1
+def test_best_segment_is_where_a_one_wave_model_is_least():
+    assert best_segment(wave(0.8, 1.5), 128) == pytest.approx((1.5 * 128 / 0.8) ** 0.5)
+    assert best_segment(wave(0.0, 1.5), 128) == 128  # never longer than the sequence
+    assert best_segment(wave(0.8, 0.0), 128) == 1  # nor shorter than a chunk
 
 
 def test_residuals_are_of_the_rows_that_were_fitted():
@@ -167,7 +152,7 @@ def test_residuals_are_of_the_rows_that_were_fitted():
     (model,), _ = fit_models(found)
     described = residuals(model, found)
     assert len(described) == model.rows
-    assert all(predicted == pytest.approx(o.time_us, rel=0.05) for o, predicted in described)
+    assert all(predicted == pytest.approx(measured, rel=0.05) for measured, predicted in described)
 
 
 def test_depth_of_independent_chunks_is_their_share_of_an_sm():

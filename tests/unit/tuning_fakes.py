@@ -102,8 +102,9 @@ def best(schedule=None, problem_=None, workload="8192x4", median=80.0, **changes
 
 
 def cost_model(schedule=None, problem_=None, coefficients=(2.0, 0.05, 6.0), **changes) -> CostModel:
+    asked = problem_ or problem()
     values = dict(
-        problem=family(problem_ or problem()),
+        problem=family(asked) if changes.get("form", "work") == "work" else asked,
         schedule=schedule or point(),
         form="work",
         coefficients=coefficients,
