@@ -18,9 +18,14 @@ from typing import NamedTuple
 
 import torch
 
-from . import launch
+from . import env, launch
+from .artifacts import ArtifactStore
 from .config import BACKWARD_KERNELS, OpConfig
+from .db import Database, open_db
+from .op import Loader
 from .ragged import num_slots
+from .schedule import Schedule
+from .spec import KernelSpec
 
 #: In the order of their launches.
 KERNELS = ("kkt_inverse", *BACKWARD_KERNELS)
@@ -101,3 +106,24 @@ class CompiledBackward:
             shape = launch.state_shape(self._problem, 1)
             self._absent[device] = torch.empty(shape, dtype=self._state_dtype, device=device)
         return self._absent[device]
+
+
+def compile_backward(
+    config: OpConfig,
+    db: Database | None = None,
+    store: ArtifactStore | None = None,
+    schedules: Mapping[str, Schedule] | None = None,
+    strict: bool | None = None,
+) -> CompiledBackward:
+    """Choose, build or load the kernels of the backward of ``config``.
+
+    Arguments and errors as of `op.compile`; UnsupportedError too where no template answers a kernel.
+    """
+    db = open_db() if db is None else db
+    load = Loader(ArtifactStore() if store is None else store, env.strict() if strict is None else strict)
+    entries = {}
+    for name in KERNELS:
+        problem = config.problem(name)
+        match = None if schedules and name in schedules else db.lookup(problem)
+        entries[name] = load(KernelSpec(problem, schedules[name] if match is None else match.schedule), match).entry
+    return CompiledBackward(config, entries)

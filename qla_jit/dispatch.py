@@ -14,6 +14,7 @@ import torch
 from . import device_indices, launch
 from .activation import Activation
 from .arch import detect
+from .backward import CompiledBackward, Gradients, compile_backward
 from .config import OpConfig
 from .op import Checkpoints, CompiledOp, compile
 from .split import EXACT, SplitForward
@@ -29,6 +30,12 @@ def _arch_name(device_index: int) -> str:
 def compiled(config: OpConfig) -> CompiledOp:
     """The operator of a config with the default database and store, compiled at first use."""
     return compile(config)
+
+
+@functools.cache
+def compiled_backward(config: OpConfig) -> CompiledBackward:
+    """The backward of a config with the default database and store, compiled at first use."""
+    return compile_backward(config)
 
 
 @functools.cache
@@ -86,6 +93,27 @@ def forward_cuda(
     return (out, final) if checkpoints is None else (out, final, checkpoints.states)
 
 
+def backward_cuda(call: Call, q, k, v, g, beta, bounds, initial_state, do, dfinal, needs_dinitial: bool) -> Gradients:
+    """Gradients of a call's inputs in their shapes; do and dfinal: of o and of the final state, or None for zero.
+
+    Tensors are ``[B, T, ...]`` and contiguous but for do and dfinal, g and beta fp32; bounds ``[N + 1]`` int32.
+    """
+    if _has_several_cards() and call.device.index != torch.cuda.current_device():
+        with torch.cuda.device(call.device):
+            return backward_cuda(call, q, k, v, g, beta, bounds, initial_state, do, dfinal, needs_dinitial)
+    do = torch.zeros_like(v) if do is None else do.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    found = compiled_backward(config_of(call))(
+        *flat, bounds, call.scale, do.flatten(0, 1), initial_state, dfinal, needs_dinitial
+    )
+    if call.cu_host is None or call.cu_host[-1] < flat[0].shape[0]:
+        for gradient in found[:5]:
+            _clear_padding(gradient, bounds, call.cu_host)
+    of_tokens = (gradient.view(x.shape) for gradient, x in zip(found, (q, k, v, g, beta)))
+    return Gradients(*of_tokens, found.initial_state)
+
+
 @functools.cache
 def _has_several_cards() -> bool:
     return torch.cuda.device_count() > 1
@@ -118,9 +146,10 @@ def _new_checkpoints(call: Call, op: CompiledOp, bounds: torch.Tensor) -> Checkp
     return Checkpoints(call.checkpoint_every, states, device_indices.checkpoint_rows(call, bounds))
 
 
-def _clear_padding(o: torch.Tensor, bounds: torch.Tensor, cu_host: tuple[int, ...] | None) -> None:
+def _clear_padding(x: torch.Tensor, bounds: torch.Tensor, cu_host: tuple[int, ...] | None) -> None:
     """Rows past the last sequence are 0; where the host does not know their number, a mask on the device decides."""
     if cu_host is not None:
-        o[cu_host[-1] :].zero_()
+        x[cu_host[-1] :].zero_()
     else:
-        o.masked_fill_((torch.arange(o.shape[0], device=o.device) >= bounds[-1])[:, None, None], 0)
+        absent = torch.arange(x.shape[0], device=x.device) >= bounds[-1]
+        x.masked_fill_(absent.view(-1, *(1,) * (x.dim() - 1)), 0)

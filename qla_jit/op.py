@@ -355,7 +355,7 @@ def compile(
     """
     db = open_db() if db is None else db
     chosen = select_kernels(config, db, schedules)
-    load = _Loader(ArtifactStore() if store is None else store, env.strict() if strict is None else strict)
+    load = Loader(ArtifactStore() if store is None else store, env.strict() if strict is None else strict)
     kernels = {name: load(spec, match) for name, (spec, match) in chosen.kernels.items()}
     match = chosen.kernels["fused_forward"][1]
     variants = {spec.schedule: load(spec, match) for spec in chosen.variants}
@@ -378,7 +378,7 @@ def compile(
 
 
 @dataclass(frozen=True)
-class _Loader:
+class Loader:
     """Kernels from the store, built if missing unless ``strict``."""
 
     store: ArtifactStore

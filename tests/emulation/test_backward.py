@@ -1,0 +1,66 @@
+"""The whole backward through its real kernels, emulated, against PyTorch's autograd of the float64 reference."""
+
+import functools
+
+import pytest
+import torch
+from emulator import kernel
+
+from qla_jit import launch
+from qla_jit.backward import KERNELS, CompiledBackward
+from qla_jit.config import OpConfig
+from qla_jit.numerics import make_inputs, relative_error
+from qla_jit.reference import chunk_reference
+from qla_jit.registry import select
+from qla_jit.spec import KernelSpec
+
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+#: Relative; of g and beta more, which are differences of sums.
+LIMITS = dict.fromkeys(NAMES, 6e-3) | {"g": 1.5e-2, "beta": 8e-3}
+
+
+@functools.cache
+def emulated(config: OpConfig) -> CompiledBackward:
+    def entry(name):
+        problem = config.problem(name)
+        run = kernel(KernelSpec(problem, select(problem).default(problem)))
+        return lambda *given: run(seed=0, **dict(zip(launch.ARGUMENTS[name], given, strict=True)))
+
+    return CompiledBackward(config, {name: entry(name) for name in KERNELS})
+
+
+def wanted(x, do, dfinal, initial):
+    leaves = [t.detach().double().requires_grad_() for t in (*x.tokens, x.initial_state)]
+    o, final = chunk_reference(
+        *leaves[:5], x.scale, leaves[5] if initial else None, cu_seqlens=x.cu_host, chunk_size=64
+    )
+    loss = (o * do.double()).sum()
+    if dfinal is not None:
+        loss = loss + (final * dfinal.double()).sum()
+    return torch.autograd.grad(loss, leaves if initial else leaves[:5])
+
+
+@pytest.mark.parametrize(
+    ("gates", "lengths", "group", "states"),
+    [
+        ("none", (70, 0, 64), 2, True),
+        ("bench", (150,), 4, True),
+        ("violent", (1, 65), 1, True),
+        ("mild", (80,), 2, False),
+    ],
+)
+def test_all_gradients_are_those_of_the_recurrence(gates, lengths, group, states):
+    config = OpConfig(1, group, 64, 64)
+    x = make_inputs(lengths, 1, group, 64, 64, gates=gates, seed=7)
+    gen = torch.Generator().manual_seed(8)
+    do = torch.randn(x.v.shape, generator=gen).bfloat16()
+    dfinal = torch.randn(x.initial_state.shape, generator=gen) if states else None
+    initial = x.initial_state if states else None
+    got = emulated(config)(
+        x.q[0], x.k[0], x.v[0], x.g[0], x.beta[0], x.cu_seqlens, x.scale, do[0], initial, dfinal, states
+    )
+    want = wanted(x, do, dfinal, states)
+    for name, a, b in zip(NAMES, got, want):
+        b = b[0] if name != "initial_state" else b
+        assert relative_error(a, b) < LIMITS[name], name
+    assert states or got.initial_state is None

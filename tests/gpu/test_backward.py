@@ -1,0 +1,149 @@
+"""Gradients on the card: all six against float64, per head, from no decay to violent decay, repeated, with padding."""
+
+import pytest
+import torch
+
+from qla_jit import autograd, chunk_gated_delta_rule, dispatch, launch
+from qla_jit.config import OpConfig
+from qla_jit.numerics import make_inputs, relative_error
+from qla_jit.reference import chunk_reference
+from qla_jit.validate import validate
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+LENGTHS = ((1,), (63, 0, 64), (65, 127, 1), (1000, 5), (256, 256))
+#: Mean log decay of a token, by value head, as of A_log 0 … 16 and beyond.
+DECAYS = (0.0, 0.01, 0.1, 1.0, 16.0, 400.0)
+
+
+def gradients(x, do, dfinal, v_first=False):
+    """The kernels' (o, final state, six gradients), through autograd."""
+    leaves = [t.detach().clone().requires_grad_() for t in (*x.tokens, x.initial_state)]
+    states = leaves[5].mT.contiguous() if v_first else leaves[5]
+    host = torch.tensor(x.cu_host)
+    call = validate(*leaves[:5], None, states, True, v_first, x.cu_seqlens, host)
+    o, final = autograd.chunk_gated_delta_rule_cuda(call, *leaves[:5], x.cu_seqlens, states)
+    given = dfinal.mT if v_first else dfinal
+    return o, final, torch.autograd.grad((o, final), leaves, (do, given))
+
+
+def wanted(x, do, dfinal):
+    leaves = [t.detach().double().requires_grad_() for t in (*x.tokens, x.initial_state)]
+    o, final = chunk_reference(*leaves[:5], x.scale, leaves[5], cu_seqlens=x.cu_host)
+    return torch.autograd.grad((o, final), leaves, (do.double(), dfinal.double()))
+
+
+def case(lengths, heads, value_heads, dim_k=128, dim_v=128, dtype=torch.bfloat16, seed=0, **kwargs):
+    x = make_inputs(lengths, heads, value_heads, dim_k, dim_v, dtype=dtype, device="cuda", seed=seed, **kwargs)
+    gen = torch.Generator("cuda").manual_seed(seed + 1)
+    do = torch.randn(x.v.shape, generator=gen, device="cuda").to(dtype)
+    return x, do, torch.randn(x.initial_state.shape, generator=gen, device="cuda")
+
+
+def assert_close(got, want, limits=None):
+    """Per tensor, and per value head (key head for q and k): a head that is wrong must not hide in the others."""
+    limits = LIMITS if limits is None else limits
+    for name, a, b in zip(NAMES, got, want):
+        assert a.isfinite().all(), name
+        assert relative_error(a, b) < limits[name], (name, relative_error(a, b))
+        axis = 1 if name == "initial_state" else 2
+        for head, (one, other) in enumerate(zip(a.unbind(axis), b.unbind(axis))):
+            assert relative_error(one, other) < 3 * limits[name] or other.norm() < 1e-6 * b.norm(), (name, head)
+
+
+LIMITS = dict.fromkeys(NAMES, 6e-3) | {"g": 1.3e-2, "beta": 8e-3}
+
+
+@pytest.mark.parametrize("gates", ["none", "mild", "bench", "violent"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_all_gradients_match_float64(lengths, group, gates):
+    x, do, dfinal = case(lengths, 2, 2 * group, seed=group, gates=gates)
+    *_, got = gradients(x, do, dfinal)
+    assert_close(got, wanted(x, do, dfinal))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OpConfig(2, 4, 64, 64),
+        OpConfig(2, 4, 128, 64),
+        OpConfig(1, 2, 64, 128),
+        OpConfig(2, 4, state_v_first=True),
+        OpConfig(2, 4, dtype="float16"),
+    ],
+    ids=str,
+)
+def test_other_shapes_layouts_and_dtypes_match_float64(config):
+    dtype = launch.torch_dtype(config.dtype)
+    x, do, dfinal = case(
+        (130, 300),
+        config.num_heads,
+        config.num_value_heads,
+        config.head_dim_k,
+        config.head_dim_v,
+        dtype,
+        3,
+        gates="bench",
+    )
+    *_, got = gradients(x, do, dfinal, config.state_v_first)
+    assert_close(got, wanted(x, do, dfinal))
+
+
+def test_every_decay_in_one_call_and_betas_of_zero_and_one():
+    x, do, dfinal = case((700,), 2, 12, seed=5)
+    sizes = torch.tensor(DECAYS * 2, device="cuda")
+    noise = torch.randn(x.g.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(6))
+    x.g.copy_(-sizes * torch.nn.functional.softplus(noise - 1))
+    x.g[:, 100, 1] = -1e4
+    x.beta[:, ::7] = 0.0
+    x.beta[:, 3::7] = 1.0
+    *_, got = gradients(x, do, dfinal)
+    assert_close(got, wanted(x, do, dfinal))
+
+
+def test_rows_past_the_last_sequence_get_no_gradient_and_give_none():
+    x, do, dfinal = case((100, 50), 2, 4, seed=7)
+    want = wanted(x, do, dfinal)
+    pad = lambda t: torch.cat([t, torch.full_like(t[:, :40], float("nan"))], 1)
+    padded = type(x)(*(pad(t) for t in x.tokens), x.initial_state, x.cu_seqlens, x.cu_host, x.scale)
+    *_, got = gradients(padded, pad(do), dfinal)
+    for name, a, b in zip(NAMES, got, want):
+        if name != "initial_state":
+            assert not a[:, 150:].any()
+            a = a[:, :150]
+        assert relative_error(a, b) < LIMITS[name], name
+
+
+def test_two_hundred_backwards_are_bitwise_equal():
+    x, do, dfinal = case((1000, 64, 37), 4, 16, seed=8, gates="bench")
+    *_, first = gradients(x, do, dfinal)
+    for _ in range(200):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(x, do, dfinal)[2]))
+
+
+def test_outputs_are_those_without_gradients():
+    x, do, dfinal = case((300, 70), 2, 4, seed=9)
+    o, final, _ = gradients(x, do, dfinal)
+    with torch.no_grad():
+        want = chunk_gated_delta_rule(
+            *x.tokens, initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens,
+            cu_seqlens_cpu=x.cu_host,
+        )  # fmt: skip
+    assert torch.equal(o, want[0]) and torch.equal(final, want[1])
+
+
+def test_a_gradient_of_either_output_alone():
+    x, do, dfinal = case((200,), 2, 4, seed=10)
+    zero_o, zero_state = torch.zeros_like(do), torch.zeros_like(dfinal)
+    for gradient_o, gradient_state in ((do, zero_state), (zero_o, dfinal)):
+        want = wanted(x, gradient_o, gradient_state)
+        *_, got = gradients(x, gradient_o, gradient_state)
+        for name, a, b in zip(NAMES, got, want):
+            assert relative_error(a, b) < 1.5 * LIMITS[name] or not b.any(), name
+
+
+def test_the_backward_is_compiled_once_per_config():
+    config = OpConfig(2, 4)
+    assert dispatch.compiled_backward(config) is dispatch.compiled_backward(config)
