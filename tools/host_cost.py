@@ -2,9 +2,11 @@
 """Host time of a warmed call above its launches: everything runs but the kernels, which are replaced by nothing.
 
     python tools/host_cost.py [--calls 2000] [--json]
+    python tools/host_cost.py --launches [--heads 2:8] [--lengths 1024*8]      (on a card)
 
 On a card tensors, allocations and streams are those of the card; elsewhere CPU tensors take the same way.  Prints the
-median over rounds of the mean time of a call in microseconds, per signature.
+median over rounds of the mean time of a call in microseconds, per signature.  With --launches the kernels run, in
+bursts short enough that no launch waits for the card, and the parts of a call are timed one by one.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import torch
 
 from qla_jit import Workspace, chunk_gated_delta_rule, dispatch, op, validate
 from qla_jit.numerics import make_inputs
+from qla_jit.workload import lengths_of
 
 ROUNDS = 15
+BURSTS, BURST = 60, 40  # the card queues far more than these launches
 HEADS = (16, 64, 128, 128)
 LENGTHS = (100, 28, 128)
 
@@ -67,12 +71,63 @@ def host_us(kwargs: dict, calls: int) -> float:
     return statistics.median(times) * 1e6
 
 
+def launch_parts(heads: tuple[int, int], lengths: list[int]) -> dict[str, float]:
+    """Host microseconds of a whole call, of each kernel's launch, and of an allocation, with the kernels running."""
+    x = make_inputs(lengths, *heads, device="cuda")
+    call = dict(zip(("q", "k", "v", "g", "beta"), x.tokens)) | dict(cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_host)
+    chunk_gated_delta_rule(**call)
+    operator = dispatch.compiled(dispatch.config_of(next(iter(validate._calls.values()))))
+    forward = operator.choose(x.cu_host, x.q.device)
+    given: dict[str, tuple] = {}
+    entries = {"kkt_inverse": operator._kkt_inverse, "fused_forward": forward}
+    operator._kkt_inverse = lambda *arguments: given.update(kkt_inverse=arguments)
+    spy = lambda *arguments: given.update(fused_forward=arguments)
+    tokens = [t[0] for t in x.tokens]
+    operator(*tokens, x.cu_seqlens, forward=spy)
+    operator._kkt_inverse = entries["kkt_inverse"]
+    run = lambda: operator(*tokens, x.cu_seqlens, forward=forward)
+    parts = {
+        "chunk_gated_delta_rule": lambda: chunk_gated_delta_rule(**call),
+        "its CompiledOp": run,
+        **{name: lambda name=name: entries[name](*given[name]) for name in entries},
+        "torch.empty": lambda: torch.empty((100, 8, 64, 64), dtype=torch.bfloat16, device="cuda"),
+        "torch.empty_like": lambda: torch.empty_like(x.v),
+        "a view": lambda: x.q.view(-1, *x.q.shape[2:]),
+    }
+    with torch.no_grad():
+        return {name: burst_us(part) for name, part in parts.items()}
+
+
+def burst_us(part) -> float:
+    """Median over bursts of the mean host time until a call returns."""
+    times = []
+    for _ in range(BURSTS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(BURST):
+            part()
+        times.append((time.perf_counter() - began) / BURST)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--calls", type=int, default=2000, help="calls per round")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--launches", action="store_true", help="time the parts of a call with the kernels running")
+    parser.add_argument("--heads", default="2:8", help="q/k heads : value heads")
+    parser.add_argument("--lengths", default="1024*8", help="a workload, as of qla-tune")
     options = parser.parse_args()
     on_card = torch.cuda.is_available()
+    if options.launches:
+        if not on_card:
+            parser.error("--launches needs a CUDA card, and torch.cuda.is_available() is False")
+        heads = tuple(int(number) for number in options.heads.split(":"))
+        for name, host_us in launch_parts(heads, lengths_of(options.lengths)).items():
+            row = {"part": name, "host_us": round(host_us, 2)}
+            print(json.dumps(row) if options.json else f"{host_us:8.2f} us  {name}")
+        return
     without_kernels(on_card)
     for name, kwargs in signatures("cuda" if on_card else "cpu").items():
         row = {"signature": name, "host_us": round(host_us(kwargs, options.calls), 2), "cuda": on_card}
