@@ -124,9 +124,9 @@ def main() -> None:
         if not on_card:
             parser.error("--launches needs a CUDA card, and torch.cuda.is_available() is False")
         heads = tuple(int(number) for number in options.heads.split(":"))
-        for name, host_us in launch_parts(heads, lengths_of(options.lengths)).items():
-            row = {"part": name, "host_us": round(host_us, 2)}
-            print(json.dumps(row) if options.json else f"{host_us:8.2f} us  {name}")
+        for name, part_us in launch_parts(heads, lengths_of(options.lengths)).items():
+            row = {"part": name, "host_us": round(part_us, 2)}
+            print(json.dumps(row) if options.json else f"{part_us:8.2f} us  {name}")
         return
     without_kernels(on_card)
     for name, kwargs in signatures("cuda" if on_card else "cpu").items():
