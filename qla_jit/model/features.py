@@ -26,7 +26,8 @@ SEQUENTIAL_KERNELS = ("fused_forward",)
 #: that are measured by default, logsigmoid of a standard normal over 16 (its mean is −0.806) on 75 % of the heads.
 EXPECTED_WINDOW_SHARE = DECAYING_PERCENT / 100
 EXPECTED_DECAY = 0.806 / 16 * 64
-#: Chunks of a window at the tolerance that kernels are measured with.
+#: The tolerance of windows that kernels are measured with, and the chunks that one takes then.
+MEASURED_TOLERANCE = 1e-5
 MEASURED_WARMUP_CHUNKS = 4
 #: Distinct sequence lengths, in chunks, that are told apart; of more, near ones count as their mean.
 MOST_LENGTHS = 24

@@ -49,7 +49,7 @@ def split_times(found: Iterable[Observation]) -> dict[tuple[Problem, Schedule], 
             rows.setdefault(o.problem, []).append(o)
     times = {}
     for problem in rows:
-        of_kernels = [rows.get(_as(problem, kernel), []) for kernel in SPLIT_KERNELS]
+        of_kernels = [rows.get(problem_as(problem, kernel), []) for kernel in SPLIT_KERNELS]
         if problem.kernel == "segment_forward" and all(of_kernels):
             environment = _one_environment(of_kernels[-1])
             chosen = [_one_schedule([o for o in of if o.environment == environment]) for of in of_kernels]
@@ -58,8 +58,8 @@ def split_times(found: Iterable[Observation]) -> dict[tuple[Problem, Schedule], 
     return times
 
 
-def _as(problem: Problem, kernel: str) -> Problem:
-    """The problem of another kernel of the same operator, of those that depend on nothing more."""
+def problem_as(problem: Problem, kernel: str) -> Problem:
+    """The problem of another kernel of the same operator, one that depends on nothing that ``problem`` lacks."""
     kept = {name: getattr(problem, name) for name in KERNEL_FIELDS[kernel]}
     return Problem(kernel=kernel, arch=problem.arch, chunk_size=problem.chunk_size, **kept)
 

@@ -16,9 +16,11 @@ from ..db.lookup import heads_of
 from ..db.records import ALL_WORKLOADS
 from ..schedule import Schedule
 from . import importance as shares
-from .report_charts import curve, residuals
+from .report_boundary import boundary_section
+from .report_charts import curve, legend_key, residuals
 from .report_data import BestLine, Panel, ReportData, failures, problem_order, source_is_current, template_sources
 from .report_style import CSS
+from .report_tables import table
 
 MOST_MODELS = 6  # whose residuals are drawn
 MOST_PAIRED = 6  # parameters of a template in heat maps, the most important ones
@@ -32,6 +34,7 @@ def render(data: ReportData, title: str = "Tuning report") -> str:
         ("spaces", "Every sweep: curves and parameter pairs", _spaces_section(data)),
         ("failures", "Failures by reason", _failures_section(data)),
         ("model", "Cost model", model_section(data.models)),
+        ("boundary", "Where splitting pays", boundary_section(data.planes)),
         ("provenance", "Provenance", _provenance_section(data)),
     ]
     shown = [(key, heading, body) for key, heading, body in sections if body]
@@ -55,28 +58,6 @@ def render(data: ReportData, title: str = "Tuning report") -> str:
 
 def _from(sources: Sequence[str]) -> str:
     return sources[0] if len(sources) == 1 else f"{len(sources)} files"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", numeric: Iterable[int] = ()) -> str:
-    """Cells are HTML already; the first of each row names it."""
-    numeric = set(numeric)
-
-    def css(i: int) -> str:
-        return ' class="n"' if i in numeric else ""
-
-    heads = "".join(f'<th scope="col"{css(i)}>{escape(name)}</th>' for i, name in enumerate(head))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<th scope="row"{css(i)}>{cell}</th>' if i == 0 else f"<td{css(i)}>{cell}</td>"
-            for i, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
-    )
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    inner = f"{title}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="wide" tabindex="0"><table>{inner}</table></div>'
 
 
 def name_of(problem: Problem) -> str:
@@ -154,7 +135,7 @@ def _best_section(data: ReportData) -> str:
         "<i>all</i> is the geometric mean over the workloads of a sweep. <i>stale</i>: measured with an older source "
         "of the template; used with a warning until it is measured again.</p>"
     )
-    return note + _table(head, map(cells, sorted(data.best, key=order)), numeric=(2, 3, 4, 5))
+    return note + table(head, map(cells, sorted(data.best, key=order)), numeric=(2, 3, 4, 5))
 
 
 def _bar(share: float) -> str:
@@ -184,7 +165,7 @@ def _importance_section(data: ReportData) -> str:
         rows = _importance_rows(panels)
         if rows:
             head = ["parameter", *(_column(p, panels) for p in panels)]
-            parts.append(_table(head, rows, name_of(problem), range(1, len(head))))
+            parts.append(table(head, rows, name_of(problem), range(1, len(head))))
     if not parts:
         return ""
     note = (
@@ -239,16 +220,11 @@ def _spaces_section(data: ReportData) -> str:
 
 
 def _legend() -> str:
-    def key(css: str, text: str, path: str, width: str = "") -> str:
-        extra = f' stroke-width="{width}" stroke-linecap="round"' if width else ""
-        mark = f'<svg aria-hidden="true" viewBox="0 0 24 12"><path class="{css}"{extra} d="{path}"/></svg>'
-        return f"<span>{mark}{text}</span>"
-
     keys = (
-        key("dot", "trial", "M12 6h0", "6"),
-        key("best", "best so far", "M1 6H23"),
-        key("default", "template default", "M1 6H23"),
-        key("failed", "failed", "M9 3l6 6m0 -6l-6 6"),
+        legend_key("dot", "trial", "M12 6h0", "6"),
+        legend_key("best", "best so far", "M1 6H23"),
+        legend_key("default", "template default", "M1 6H23"),
+        legend_key("failed", "failed", "M9 3l6 6m0 -6l-6 6"),
     )
     return f'<p class="legend">{"".join(keys)}</p>'
 
@@ -335,7 +311,7 @@ def _failures_section(data: ReportData) -> str:
         return [f.status, f.kernel, str(f.count), escape(f.reason), f"{escape(where)} {_params(example.schedule)}"]
 
     head = ["status", "kernel", "trials", "reason", "the first of them"]
-    return _table(head, map(cells, found), numeric=(2,))
+    return table(head, map(cells, found), numeric=(2,))
 
 
 def model_section(models: Sequence[dict]) -> str:
@@ -364,7 +340,7 @@ def model_section(models: Sequence[dict]) -> str:
     drawn = [model for model in models if model.get("points")][:MOST_MODELS]
     note = "<p>Robust fits to the rows of the database; the error is of predictions for rows that were left out.</p>"
     charts = f'<div class="panels">{"".join(map(_residual_panel, drawn))}</div>'
-    return note + charts + _table(head, map(cells, models), numeric=(3, 4))
+    return note + charts + table(head, map(cells, models), numeric=(3, 4))
 
 
 def _residual_panel(model: dict) -> str:
@@ -378,7 +354,7 @@ def _residual_table(model: dict) -> str:
     rows = [
         [f"{measured:.1f}", f"{predicted:.1f}", f"{predicted / measured - 1:+.1%}"] for measured, predicted in worst
     ]
-    return _table(["measured µs", "predicted µs", "residual"], rows, "largest residuals", (0, 1, 2))
+    return table(["measured µs", "predicted µs", "residual"], rows, "largest residuals", (0, 1, 2))
 
 
 def _provenance_section(data: ReportData) -> str:
@@ -390,7 +366,7 @@ def _provenance_section(data: ReportData) -> str:
         for e in data.environments
     ]
     head = ["environment", "GPU", "arch", "SMs", "driver", "CUDA", "TileLang", "torch"]
-    parts = [_table(head, environments, "What the times were measured with", (3,))]
+    parts = [table(head, environments, "What the times were measured with", (3,))]
     sources = [
         [
             escape(s.template),
@@ -404,7 +380,7 @@ def _provenance_section(data: ReportData) -> str:
         for s in template_sources(data)
     ]
     head = ["template", "digest of its source", "against this version", "trials", "best rows"]
-    parts.append(_table(head, sources, "Which template sources were measured", (3, 4)))
+    parts.append(table(head, sources, "Which template sources were measured", (3, 4)))
     if data.left_out:
         told = ", ".join(f"{rows} rows of {kernel}" for kernel, rows in sorted(data.left_out.items()))
         parts.append(f"<p>Left out: {escape(told)}, kernels that this version does not have.</p>")

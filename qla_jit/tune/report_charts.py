@@ -86,6 +86,13 @@ class Axes:
         path = " ".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(self.at(*p) for p in points))
         self.parts.append(f'<path class="{css}" d="{path}"/>')
 
+    def marks(self, points: Sequence[tuple[float, float]], css: str) -> None:
+        """Crosses at points."""
+        places = [tuple(map(float, self.at(*p))) for p in points]
+        moves = "".join(f"M{x - 3:g} {y - 3:g}l6 6m0 -6l-6 6" for x, y in places)
+        if moves:
+            self.parts.append(f'<path class="{css}" d="{moves}"/>')
+
     def crosses(self, xs: Sequence[float], css: str) -> None:
         """Marks along the bottom edge, for what has no time."""
         bottom = HEIGHT - BOTTOM - 5
@@ -100,6 +107,13 @@ class Axes:
             f'<svg role="img" viewBox="0 0 {WIDTH} {HEIGHT}" aria-label="{escape(description)}">'
             f"<title>{escape(description)}</title>{inner}</svg>"
         )
+
+
+def legend_key(css: str, text: str, path: str, width: str = "") -> str:
+    """An entry of a legend: a mark as in the charts, and its name."""
+    extra = f' stroke-width="{width}" stroke-linecap="round"' if width else ""
+    mark = f'<svg aria-hidden="true" viewBox="0 0 24 12"><path class="{css}"{extra} d="{path}"/></svg>'
+    return f"<span>{mark}{escape(text)}</span>"
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

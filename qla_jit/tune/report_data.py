@@ -18,9 +18,11 @@ from ..config import KERNELS, Problem
 from ..db import Database
 from ..db.lookup import is_current
 from ..db.merge import read_source
-from ..db.records import ALL_WORKLOADS, BestRow, Environment, Trial
+from ..db.records import ALL_WORKLOADS, BestRow, CostModel, Environment, Trial
 from ..errors import UnsupportedError
+from ..model.observation import observations
 from ..schedule import Schedule
+from .boundary import Boundary, boundaries
 from .finals import best_row, overall_row
 from .report_models import plain_models
 
@@ -94,13 +96,15 @@ class Source:
 
 @dataclass
 class ReportData:
-    """Everything on the page.  sources: files that were read.  models: cost-model fits in plain form."""
+    """Everything on the page.  sources: files that were read.  models: cost-model fits in plain form.  planes: where
+    splitting pays, of operators with models of its kernels."""
 
     sources: list[str]
     trials: list[Trial] = field(default_factory=list)
     best: list[BestLine] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
     models: list[dict] = field(default_factory=list)
+    planes: list[Boundary] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -134,6 +138,7 @@ def from_database(db: Database, arch: str | None = None) -> ReportData:
     data.left_out = dict(db.left_out())
     fits = dict.fromkeys(fit for problem in data.problems for fit in db.fits(problem))
     data.models = plain_models(fits, trials, [line.row for line in best])
+    data.planes = _planes(best, fits, trials)
     return data
 
 
@@ -154,7 +159,13 @@ def from_files(paths: Sequence[str | Path], arch: str | None = None) -> ReportDa
     left_out = sum((r.left_out for r in records), Counter())
     fits = [fit for r in records for fit in r.fits if arch in (None, fit.problem.arch)]
     models = plain_models(fits, trials, [line.row for line in best])
-    return ReportData([str(path) for path in paths], trials, best, panels, models, dict(left_out))
+    planes = _planes(best, fits, trials)
+    return ReportData([str(path) for path in paths], trials, best, panels, models, planes, dict(left_out))
+
+
+def _planes(best: Sequence[BestLine], fits: Iterable[CostModel], trials: Sequence[Trial]) -> list[Boundary]:
+    rows = [(line.layer, line.row) for line in best]
+    return boundaries(rows, fits, observations(trials, [row for _, row in rows]))
 
 
 def _line(row: BestRow, layer: str) -> BestLine:
@@ -178,6 +189,7 @@ def filtered(data: ReportData, kernels: Iterable[str] = (), heads: Iterable[str]
         trials=[t for t in data.trials if kept(t.problem)],
         best=[line for line in data.best if kept(line.row.problem)],
         panels=[p for p in data.panels if kept(p.problem)],
+        planes=[p for p in data.planes if kept(p.forward)],
     )
 
 

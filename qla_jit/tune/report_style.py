@@ -48,6 +48,7 @@ svg text{fill:var(--quiet);font:11px system-ui,sans-serif}svg path{fill:none}
 .grid{stroke:var(--line)}.axis{stroke:var(--quiet)}.dot{stroke:var(--blue);opacity:.75}
 .best{stroke:var(--green);stroke-width:2}.best-dot{stroke:var(--green)}
 .default{stroke:var(--amber);stroke-width:1.5;stroke-dasharray:5 4}
+.rule{stroke:var(--ink);stroke-width:1.5;stroke-dasharray:1.5 3}
 .failed{stroke:var(--red);stroke-width:1.6}
 @media print{details>*{display:block}body{max-width:none}}
 """.strip()

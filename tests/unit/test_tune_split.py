@@ -12,7 +12,7 @@ from qla_jit.config import FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
 from qla_jit.db import Database, Store, jsonl
 from qla_jit.db.jsonl import Recorder
 from qla_jit.errors import ConfigError
-from qla_jit.model.features import Split, expected_warmup_chunks, windowed_heads
+from qla_jit.model.features import MEASURED_TOLERANCE, Split, expected_warmup_chunks, windowed_heads
 from qla_jit.registry import select
 from qla_jit.spec import KernelSpec
 from qla_jit.tune.evaluate import LiveEvaluator
@@ -71,6 +71,7 @@ def test_expected_windows_are_those_of_the_measured_gates():
     starts = harness.make_case(problem, asked.lengths, 0, "cpu", **asked.case).tensors["starts"][1:]
     assert set(starts.unique().tolist()) == {-1, Split.of(asked).warmup_chunks}
     assert Split.of(asked).warmup_chunks == expected_warmup_chunks(harness.WINDOW)
+    assert harness.WINDOW == MEASURED_TOLERANCE
     assert (starts > 0).sum(1).unique().tolist() == [windowed_heads(8, Split.of(asked).window_share)]
 
 
