@@ -51,15 +51,16 @@ def _panel(plane: Boundary) -> str:
 def chart(plane: Boundary) -> str:
     """The plane as SVG: split lengths, measured points and the rules of others."""
     widest = max(c.pairs for c in plane.columns)
-    right = max(80.0, widest * 1.05, *(m.pairs * 1.05 for m in plane.measured))
-    longest = max(LENGTHS[-1], *(m.tokens for m in plane.measured)) if plane.measured else LENGTHS[-1]
-    shortest = min(LENGTHS[0], *(m.tokens for m in plane.measured)) if plane.measured else LENGTHS[0]
-    axes = Axes((0.0, right), (shortest * 0.8, longest * 1.25), True, "sequences × value heads", "length (tokens)")
-    axes.dots([(c.pairs, length) for c in plane.columns for length in c.split_lengths], "dot")
+    right = 1.05 * max([76, widest, *(m.pairs for m in plane.measured)])
+    tokens = [LENGTHS[0], LENGTHS[-1], *(m.tokens for m in plane.measured)]
+    shortest, longest = min(tokens), max(tokens)
+    y = (shortest * 0.8 / 1000, longest * 1.25 / 1000)
+    axes = Axes((0.0, right), y, True, "sequences × value heads", "length (1000 tokens)")
+    axes.dots([(c.pairs, length / 1000) for c in plane.columns for length in c.split_lengths], "dot")
     for rule, style in _styled(plane):
-        axes.line(rule.corners, style)
-    axes.dots([(m.pairs, m.tokens) for m in plane.measured if m.pays], "best-dot", 4.5)
-    axes.marks([(m.pairs, m.tokens) for m in plane.measured if not m.pays], "failed")
+        axes.line([(pairs, tokens / 1000) for pairs, tokens in rule.corners], style)
+    axes.dots([(m.pairs, m.tokens / 1000) for m in plane.measured if m.pays], "best-dot", 4.5)
+    axes.marks([(m.pairs, m.tokens / 1000) for m in plane.measured if not m.pays], "failed")
     split = [c.pairs for c in plane.columns if c.split_lengths]
     told = f"up to {max(split)} sequences × heads" if split else "nowhere"
     faster = sum(m.pays for m in plane.measured)
@@ -77,13 +78,12 @@ def _predictions(columns: Sequence[Column]) -> str:
                 str(column.sequences),
                 str(column.pairs),
                 f"{found[0]}" if found else "never",
-                f"{found[-1]}" if found else "–",
                 "whole" if plan.segment_chunks is None else f"{plan.segment_chunks}",
                 f"{plan.chosen.total_us:.1f}",
             ]
         )
-    head = ["sequences", "× heads", "split from", "to (tokens)", f"segment at {LENGTHS[NEAREST]}", "predicted µs"]
-    return table(head, rows, "Predicted", range(6))
+    head = ["sequences", "× heads", "split from", f"segments at {LENGTHS[NEAREST]}", "predicted µs"]
+    return table(head, rows, "Predicted, in tokens and chunks", range(5))
 
 
 def _measurements(measured: Sequence[Measured]) -> str:

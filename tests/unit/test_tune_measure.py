@@ -7,7 +7,7 @@ import torch
 from tuning_fakes import problem
 
 from qla_jit.tune import measure as module
-from qla_jit.tune.measure import EDGE_GATES, EDGE_LENGTHS, Bench, measure
+from qla_jit.tune.measure import EDGE_GATES, EDGE_LENGTHS, Bench, edge_lengths, measure
 
 
 class FakeCase:
@@ -106,3 +106,20 @@ def test_data_is_made_once_per_seed_and_freed_for_another_problem():
     assert len(made) == 6  # three seeds, the arena, the edge lengths without and with violent decay
     bench.case(problem(8, 32), [64], 0)
     assert len(bench._cases) == 1
+
+
+def test_what_the_workload_says_goes_to_its_cases_and_not_to_the_edge_lengths():
+    made = []
+
+    def make_case(problem, lengths, seed, device, gates, **cut):
+        made.append((tuple(lengths), gates, cut))
+        return FakeCase(problem, lengths, seed, device, gates)
+
+    split = problem(kernel="segment_state")
+    asked = {"segment_chunks": 16, "gates": "mild:50"}
+    found = measure(
+        Bench("none", make_case), lambda x, y, n: 2 * x, split, [4096], 10, 2, True, lambda stage: None, asked=asked
+    )
+    assert found.status == "ok"
+    assert made[:4] == [((4096,), "mild:50", {"segment_chunks": 16})] * 4  # three seeds and the arena
+    assert made[4:] == [(edge_lengths(split), gates, {}) for gates in EDGE_GATES]
