@@ -46,7 +46,7 @@ EXACT = "exact"
 #: batches of more than `FEW` lengths the first two each: a try takes longer there, and a length matters less.
 FACTORS = (0.5, 2.0, 2 / 3, 1.5)
 NEIGHBOURS = (1.4, 1.2, 1.1, 1.05)
-FEW = 8
+FEW = 4
 
 
 #: {length: how many}; and an option with its least time in µs, its chains, how CTAs share them, and its CTAs.
@@ -139,6 +139,7 @@ class _Search:
         self._inverse = self._kkt_inverse()
         self._inverse_us = self._inverse.predicted_us or 0.0
         self._seen: set[int] = set()
+        self._shares: dict[str, list[tuple[Option, tuple[int, int]]]] = {}
         self._least_us = math.inf  # of the splits tried
 
     def plan(self) -> SplitPlan:
@@ -178,16 +179,24 @@ class _Search:
 
     def _bounded(self, kernel: str, found: Chains) -> list[Bounded]:
         """The options of a kernel with the least time that its work allows, the least first."""
-        problem, longest = self._models.problems[kernel], max(found, default=0)
+        longest = max(found, default=0)
         work = sum([length * number for length, number in found.items()]) / self._sm_count
         number = sum(found.values())
         bounded = []
-        for option in self._models.options[kernel]:
-            times, among = by = shares(problem, option.schedule)
+        for option, by in self._options(kernel):
+            times, among = by
             ctas = number * times // among
             least_us = option.time_us(max(longest, work * times / among), ctas)
             bounded.append((least_us, option, found, by, ctas))
         return sorted(bounded, key=itemgetter(0))
+
+    def _options(self, kernel: str) -> list[tuple[Option, tuple[int, int]]]:
+        """The options of a kernel, each with how its CTAs share chains."""
+        found = self._shares.get(kernel)
+        if found is None:
+            problem, options = self._models.problems[kernel], self._models.options[kernel]
+            found = self._shares[kernel] = [(option, shares(problem, option.schedule)) for option in options]
+        return found
 
     def _fastest(self, kernel: str, bounded: Sequence[Bounded]) -> KernelTime:
         best_us, best = math.inf, None
@@ -225,7 +234,7 @@ class _Search:
         long_ones = sum([number for chunks, number in self._counts.items() if 2 * chunks > longest])
         parts = max(2, self._sm_count // (self._heads * long_ones))
         share = math.ceil(self._heads * self._chunks / self._sm_count)
-        for length in (-(-longest // parts), share, 2 * share):
+        for length in (-(-longest // parts), share):
             self._try(min(max(length, self._least), most), tried)
         filling = min(tried.values(), key=attrgetter("total_us")).segment_chunks
         few = len(self._counts) <= FEW
