@@ -45,7 +45,7 @@ NAME = "backward_grad_sm90"
 HEAD_STAGES = 2  # of gates and sums
 
 #: load/products/dq/dk registers per thread.
-REGISTERS = ("40/176/144/152", "40/184/136/152", "40/168/152/152")
+REGISTERS = ("40/192/136/144", "40/184/144/144")
 
 PARAMETERS = (
     Parameter("chunks_per_cta", (1, 2, 4), 2, "slots whose chunks a CTA has one after another"),
@@ -146,7 +146,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_bounds = T.dynamic("num_bounds")
 
     @T.macro
-    def run_products(count, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
+    def run_products(chunks, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
                      e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full):  # fmt: skip
         decay = T.alloc_local((C * C // 128,), "float32")  # Γ, as accumulators
         overlap = T.alloc_fragment((C, C), "float32")  # K Kᵀ
@@ -161,7 +161,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.call_extern("handle", "qla::clear_units", T.access_ptr(a_s[i, 0, C // 2], "w"))
         T.fence_proxy_async()
         T.sync_threads(2, 128)
-        for chunk in T.serial(count):
+        for chunk in T.serial(chunks[3 * SLOTS]):
             kq = chunk % KQ
             T.barrier_wait(tile_full[first_kq + kq], (chunk // KQ) % 2)
             for r in T.serial(GROUP):
@@ -237,38 +237,27 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.barrier_arrive(tile_free[first_kq + kq])
 
     @T.macro
-    def add_state_product(gradient, left, right, factor, dots, tile, stage):
-        """Waits for a product with a state in two halves of 64 columns; adds it, and its rows' dots with the tile."""
-        if DK == 128:
-            T.wait_wgmma(1)
+    def add_state_product(gradient, of_tokens, state, product, factor, dots, tile, stage):
+        """Adds [C, DV] times a transposed state [DV, DK], rows scaled, and its rows' dots with the tile's.
+
+        By halves of 64 columns, one after the other: the other warp groups' products run meanwhile.
+        """
+        for half in T.unroll(DK // 64):
+            T.wgmma_gemm(of_tokens, state[:, half * 64 : half * 64 + 64], product, clear_accum=True, policy=rows)
+            T.wait_wgmma(0)
             T.call_extern(
-                "handle", "qla::add_scaled_rows", gradient.data, left.data, factor.data,
-                T.access_ptr(tile[stage, 0, 0], "r"), 0, dots.data,
+                "handle", "qla::add_scaled_rows", gradient.data, product.data, factor.data,
+                T.access_ptr(tile[stage, 0, 0], "r"), half * 64, dots.data,
             )  # fmt: skip
-        T.wait_wgmma(0)
-        T.call_extern(
-            "handle", "qla::add_scaled_rows", gradient.data, (right if DK == 128 else left).data, factor.data,
-            T.access_ptr(tile[stage, 0, 0], "r"), DK - 64, dots.data,
-        )  # fmt: skip
 
     @T.macro
-    def start_state_product(of_tokens, state, left, right):
-        """[C, DV] times a transposed state [DV, DK], in two halves of 64 columns."""
-        T.call_extern("handle", "qla::forget", left.data)
-        T.wgmma_gemm(of_tokens, state[:, 0:64], left, clear_accum=True, policy=rows)
-        if DK == 128:
-            T.call_extern("handle", "qla::forget", right.data)
-            T.wgmma_gemm(of_tokens, state[:, 64:128], right, clear_accum=True, policy=rows)
-
-    @T.macro
-    def run_dq(count, chunks, key_head, dq, k_s, q_s, do_s, s_s, dp_s, gates, sums, tile_full, tile_free,
+    def run_dq(chunks, key_head, dq, k_s, q_s, do_s, s_s, dp_s, gates, sums, tile_full, tile_free,
                dp_full, dp_free, gates_full, sums_full):  # fmt: skip
         gradient = T.alloc_fragment((C, DK), "float32")
-        left = T.alloc_fragment((C, 64), "float32")
-        right = T.alloc_fragment((C, 64), "float32")
+        product = T.alloc_fragment((C, 64), "float32")
         factor = T.alloc_local((2,), "float32")  # scale γ of this thread's rows
         dots = T.alloc_local((2,), "float32")
-        for chunk in T.serial(count):
+        for chunk in T.serial(chunks[3 * SLOTS]):
             kq = chunk % KQ
             T.barrier_wait(tile_full[first_kq + kq], (chunk // KQ) % 2)
             T.clear(gradient)
@@ -277,13 +266,13 @@ def prim_func(problem: Problem, schedule: Schedule):
                 do, head = i % DO, i % HEAD_STAGES
                 T.barrier_wait(tile_full[first_do + do], (i // DO) % 2)
                 T.barrier_wait(tile_full[s_tile], i % 2)
-                start_state_product(do_s[do, :, :], s_s, left, right)
                 T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)
                 T.call_extern(
                     "handle", "qla::load_row_factors", factor.data, T.access_ptr(gates[head, Gate.GAMMA_Q, 0], "r")
                 )
                 T.clear(dots)
-                add_state_product(gradient, left, right, factor, dots, q_s, kq)
+                T.call_extern("handle", "qla::forget", product.data)
+                add_state_product(gradient, do_s[do, :, :], s_s, product, factor, dots, q_s, kq)
                 T.barrier_arrive(tile_free[first_do + do])
                 T.barrier_arrive(tile_free[s_tile])
                 T.call_extern(
@@ -302,14 +291,13 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
 
     @T.macro
-    def run_dk(count, chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
+    def run_dk(chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
                e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full):  # fmt: skip
         gradient = T.alloc_fragment((C, DK), "float32")
-        left = T.alloc_fragment((C, 64), "float32")
-        right = T.alloc_fragment((C, 64), "float32")
+        product = T.alloc_fragment((C, 64), "float32")
         factor = T.alloc_local((2,), "float32")  # −γ, then β γ_C/γ of this thread's rows
         dots = T.alloc_local((2,), "float32")
-        for chunk in T.serial(count):
+        for chunk in T.serial(chunks[3 * SLOTS]):
             kq = chunk % KQ
             T.barrier_wait(tile_full[first_kq + kq], (chunk // KQ) % 2)
             T.clear(gradient)
@@ -318,7 +306,6 @@ def prim_func(problem: Problem, schedule: Schedule):
                 head = i % HEAD_STAGES
                 T.barrier_wait(tile_full[z_tile], i % 2)
                 T.barrier_wait(tile_full[s_tile], i % 2)
-                start_state_product(z_s, s_s, left, right)
                 T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)
                 T.call_extern(
                     "handle", "qla::load_row_factors", factor.data, T.access_ptr(gates[head, Gate.GAMMA, 0], "r")
@@ -326,7 +313,8 @@ def prim_func(problem: Problem, schedule: Schedule):
                 for j in T.unroll(2):
                     factor[j] = -factor[j]
                 T.clear(dots)
-                add_state_product(gradient, left, right, factor, dots, k_s, kq)
+                T.call_extern("handle", "qla::forget", product.data)
+                add_state_product(gradient, z_s, s_s, product, factor, dots, k_s, kq)
                 T.barrier_arrive(tile_free[z_tile])
                 T.barrier_arrive(tile_free[s_tile])
                 T.call_extern(
@@ -335,12 +323,11 @@ def prim_func(problem: Problem, schedule: Schedule):
                 )  # fmt: skip
                 T.barrier_wait(e_full[0], i % 2)
                 T.barrier_wait(tile_full[ds_tile], i % 2)
-                start_state_product(e_s, ds_s, left, right)
                 T.call_extern(
                     "handle", "qla::load_row_factors", factor.data, T.access_ptr(gates[head, Gate.TAIL_BETA, 0], "r")
                 )
                 T.clear(dots)
-                add_state_product(gradient, left, right, factor, dots, k_s, kq)
+                add_state_product(gradient, e_s, ds_s, product, factor, dots, k_s, kq)
                 T.barrier_arrive(e_free[0])
                 T.barrier_arrive(tile_free[ds_tile])
                 T.call_extern(
@@ -362,11 +349,11 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
 
     @T.macro
-    def run_load(count, chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s, do_s, z_s,
+    def run_load(chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s, do_s, z_s,
                  s_s, ds_s, tile_full, tile_free):  # fmt: skip
         cleared = T.alloc_var("int32")
         cleared = 0
-        for chunk in T.serial(count):
+        for chunk in T.serial(chunks[3 * SLOTS]):
             kq = chunk % KQ
             slot, token, valid = chunks[chunk * 3], chunks[chunk * 3 + 1], chunks[chunk * 3 + 2]
             full_kq = T.if_then_else(valid < C, partial, first_kq + kq)
@@ -437,11 +424,11 @@ def prim_func(problem: Problem, schedule: Schedule):
         T.barrier_arrive(gates_full[i % HEAD_STAGES])
 
     @T.macro
-    def run_gates(count, chunks, key_head, beta, log_gates, dbeta, dg, scale, gates, sums, gates_full, sums_full):
-        if count > 0:
+    def run_gates(chunks, key_head, beta, log_gates, dbeta, dg, scale, gates, sums, gates_full, sums_full):
+        if chunks[3 * SLOTS] > 0:
             write_gates(chunks, 0, key_head, beta, log_gates, scale, gates, gates_full)
-        for i in T.serial(count * GROUP):
-            if i + 1 < count * GROUP:
+        for i in T.serial(chunks[3 * SLOTS] * GROUP):
+            if i + 1 < chunks[3 * SLOTS] * GROUP:
                 write_gates(chunks, i + 1, key_head, beta, log_gates, scale, gates, gates_full)
             entry, head = i // GROUP * 3, key_head * GROUP + i % GROUP
             T.barrier_wait(sums_full[i % HEAD_STAGES], (i // HEAD_STAGES) % 2)
@@ -452,8 +439,8 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
 
     @T.macro
-    def run_dots(count, s_s, ds_s, sums, tile_full, tile_free, gates_full, sums_full):
-        for i in T.serial(count * GROUP):
+    def run_dots(chunks, s_s, ds_s, sums, tile_full, tile_free, gates_full, sums_full):
+        for i in T.serial(chunks[3 * SLOTS] * GROUP):
             head = i % HEAD_STAGES
             T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)  # the sums of two heads before have been read
             T.barrier_wait(tile_full[s_tile], i % 2)
@@ -523,31 +510,30 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
             T.pdl_sync()
             key_head = block % H
-            count = chunks[3 * SLOTS]
             tx = T.get_thread_binding()
             if tx < end["products"]:
                 T.set_max_nreg(registers["products"], 1)
-                run_products(count, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full,
+                run_products(chunks, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full,
                              tile_free, e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full,
                              sums_full)  # fmt: skip
             elif tx < end["dq"]:
                 T.set_max_nreg(registers["dq"], 1)
-                run_dq(count, chunks, key_head, dq, k_s, q_s, do_s, s_s, dp_s, gates, sums, tile_full, tile_free,
+                run_dq(chunks, key_head, dq, k_s, q_s, do_s, s_s, dp_s, gates, sums, tile_full, tile_free,
                        dp_full, dp_free, gates_full, sums_full)  # fmt: skip
             elif tx < end["dk"]:
                 T.set_max_nreg(registers["dk"], 1)
-                run_dk(count, chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full,
+                run_dk(chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full,
                        tile_free, e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full)  # fmt: skip
             else:
                 T.set_max_nreg(registers["load"], 0)
                 if tx < first_load + 32:
-                    run_load(count, chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s,
+                    run_load(chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s,
                              do_s, z_s, s_s, ds_s, tile_full, tile_free)  # fmt: skip
                 elif tx < first_load + 64:
-                    run_gates(count, chunks, key_head, beta, log_gates, dbeta, dg, scale, gates, sums, gates_full,
+                    run_gates(chunks, key_head, beta, log_gates, dbeta, dg, scale, gates, sums, gates_full,
                               sums_full)  # fmt: skip
                 else:
-                    run_dots(count, s_s, ds_s, sums, tile_full, tile_free, gates_full, sums_full)
+                    run_dots(chunks, s_s, ds_s, sums, tile_full, tile_free, gates_full, sums_full)
 
     return backward_grad
 

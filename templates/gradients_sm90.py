@@ -164,15 +164,34 @@ __device__ __forceinline__ void unit_lower_operand(const float* acc, const float
       [&](int j, int i) { words[j * 2 + i] = 0u; });
 }
 
+// Address of this lane's row in a 16 x 16 block of a swizzled tile, for matrix loads and stores: columns 0 .. 15 of this
+// warp's rows.  Block b of the panel is at address ^ 32 b.  Hidden from the compiler, which would otherwise keep the
+// addresses of all blocks in registers from one use to the next.
+template <typename Element>
+__device__ __forceinline__ unsigned rows_address(const Element* tile) {
+  const int lane = threadIdx.x & 31, matrix = lane >> 3;
+  const int row = ((threadIdx.x >> 5) & 3) * 16 + (matrix & 1) * 8 + (lane & 7);
+  unsigned address = unit_address(tile, row, (matrix >> 1) * 8);
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+__device__ __forceinline__ void store_matrices(unsigned address, const unsigned* words) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // tile[r, column0 + c] <- acc[r, c], 64 columns.
 template <typename Element>
 __device__ __forceinline__ void store_rounded(const float* acc, Element* tile, int column0) {
+  const unsigned address = rows_address(tile + column0 * 64);
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
     unsigned words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = pack(acc[block * 8 + i * 2], acc[block * 8 + i * 2 + 1], tile);
-    store_block(words, tile, column0 + block * 16);
+    store_matrices(address ^ (block * 32), words);
   }
 }
 
@@ -191,8 +210,9 @@ __device__ __forceinline__ void store_score_gradient(float* scores, const float*
         words[j * 2 + i] = pack(x * b.x, y * b.y, tile);
       },
       [&](int j, int i) { words[j * 2 + i] = 0u; });
+  const unsigned address = rows_address(tile);
 #pragma unroll
-  for (int block = 0; block < 4; ++block) store_block(words + block * 4, tile, block * 16);
+  for (int block = 0; block < 4; ++block) store_matrices(address ^ (block * 32), words + block * 4);
 }
 
 __device__ __forceinline__ unsigned transpose_block(unsigned matrix) {
@@ -206,6 +226,10 @@ template <typename Element>
 __device__ __forceinline__ void store_key_gradient(float* x, const float* overlap, const float* d2, const float* decay,
                                                    const float* beta, Element* tile) {
   const int lane = threadIdx.x & 31, matrix = lane >> 3, off = from_diagonal();
+  const unsigned address = rows_address(tile);
+  const int column = ((threadIdx.x >> 5) & 3) * 16 + (matrix & 1) * 8;
+  unsigned turned = unit_address(tile, (matrix >> 1) * 8 + (lane & 7), column);  // of blocks below each other
+  asm volatile("" : "+r"(turned));
   by_warp([&](auto position) {
     constexpr int warp = decltype(position)::value;
 #pragma unroll
@@ -226,17 +250,26 @@ __device__ __forceinline__ void store_key_gradient(float* x, const float* overla
       }
       if (block == warp) {
         words[2] = transpose_block(words[1]);
-        store_block(words, tile, block * 16);
-        continue;
+      } else {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                         turned + block * 2048),
+                     "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
       }
-      store_block(words, tile, block * 16);
-      const unsigned address = unit_address(tile, block * 16 + (matrix >> 1) * 8 + (lane & 7),
-                                            warp * 16 + (matrix & 1) * 8);
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(words[0]),
-                   "r"(words[1]), "r"(words[2]), "r"(words[3])
-                   : "memory");
+      store_matrices(address ^ (block * 32), words);
     }
   });
+}
+
+// Of 2 `Half` sums of this lane and the one `Half` * 2 from it, their sums in the half that this lane's number names.
+template <int Half>
+__device__ __forceinline__ void keep_half(float* sums) {
+  const bool upper = threadIdx.x & (Half * 2);
+#pragma unroll
+  for (int j = 0; j < Half; ++j) {
+    const float kept = upper ? sums[Half + j] : sums[j], sent = upper ? sums[j] : sums[Half + j];
+    sums[j] = kept + __shfl_xor_sync(0xffffffffu, sent, Half * 2);
+  }
 }
 
 // Of a lower triangular accumulator x: sums over this warp's rows of each strictly lower column, the diagonal, and sums
@@ -265,16 +298,9 @@ __device__ __forceinline__ void sum_lower(const float* x, const float* beta, flo
     row[i] += __shfl_xor_sync(0xffffffffu, row[i], 2);
     if ((lane & 3) == 0) rows[warp * 16 + i * 8 + (lane >> 2)] = row[i];
   }
-#pragma unroll
-  for (int half = 8; half >= 2; half /= 2) {  // a lane keeps the half of the columns that its number's bit names
-    const int step = half * 2;
-    const bool upper = lane & step;
-#pragma unroll
-    for (int j = 0; j < half; ++j) {
-      const float kept = upper ? column[half + j] : column[j], sent = upper ? column[j] : column[half + j];
-      column[j] = kept + __shfl_xor_sync(0xffffffffu, sent, step);
-    }
-  }
+  keep_half<8>(column);
+  keep_half<4>(column);
+  keep_half<2>(column);
   *reinterpret_cast<float2*>(columns + warp * 64 + (lane >> 2) * 8 + (lane & 3) * 2) =
       make_float2(column[0], column[1]);
 }
@@ -284,14 +310,13 @@ __device__ __forceinline__ void sum_lower(const float* x, const float* beta, flo
 template <typename Element>
 __device__ __forceinline__ void add_scaled_rows(float* sum, const float* acc, const float* factor, const Element* tile,
                                                 int column0, float* dots) {
-  const int lane = threadIdx.x & 31, matrix = lane >> 3;
-  const int row = ((threadIdx.x >> 5) & 3) * 16 + (matrix & 1) * 8 + (lane & 7);
+  const unsigned address = rows_address(tile + column0 * 64);
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
     unsigned words[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(unit_address(tile, row, column0 + block * 16 + (matrix >> 1) * 8)));
+                 : "r"(address ^ (block * 32)));
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       const int n = block * 8 + part * 2, i = part & 1;
