@@ -40,13 +40,18 @@ def config(arch: str, head_dim_k: int = 128, head_dim_v: int = 128, **more) -> O
 
 
 DIMS = ((128, 128), (64, 128), (128, 64), (64, 64))
-FORWARD, INVERSE = "fused_forward_sm90", "kkt_inverse_sm90"
-HOPPER = tuple(Kernel(FORWARD, config("sm90", *dims)) for dims in DIMS) + (Kernel(INVERSE, config("sm90")),)
+FORWARD, INVERSE, GRADIENTS = "fused_forward_sm90", "kkt_inverse_sm90", "backward_grad_sm90"
+HOPPER = (
+    *(Kernel(FORWARD, config("sm90", *dims)) for dims in DIMS),
+    Kernel(INVERSE, config("sm90")),
+    *(Kernel(GRADIENTS, config("sm90", *dims)) for dims in DIMS),
+)
 #: The default of every template on every arch it declares.
 DEFAULTS = tuple(Kernel(t.name, config(arch)) for t in registry.templates().values() for arch in t.archs)
 #: Variants whose code differs in kind: other dtypes, state layout, split, product order, chunk size.
 VARIANTS = (
     Kernel(FORWARD, config("sm90", dtype="float16", state_dtype="bfloat16", state_v_first=True)),
+    Kernel(GRADIENTS, config("sm90", dtype="float16")),
     Kernel("fused_forward_mma", config("sm120", 64, 64), chunk_size=32),
     Kernel("kkt_inverse_mma", config("sm120", 64), chunk_size=32),
     *(

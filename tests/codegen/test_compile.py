@@ -1,7 +1,7 @@
 """Every default compiles for every arch, and what was declared is what TVM lowered and what ptxas made of it."""
 
 import pytest
-from kernels import ALL, DEFAULTS, DIMS, FORWARD, HOPPER, INVERSE, Kernel, config
+from kernels import ALL, DEFAULTS, DIMS, FORWARD, GRADIENTS, HOPPER, INVERSE, Kernel, config
 
 from qla_jit import cubin, registry
 from qla_jit.arch import ARCHS, get_arch
@@ -101,7 +101,8 @@ def test_launch_registers_cover_what_the_roles_were_promised(kernel, artifact):
 @each(ALL)
 def test_cubin_holds_every_product_that_was_lowered(kernel, artifact, needs_nvdisasm):
     ir, made = artifact.report["ir"], artifact.report["instructions"]
-    assert made["hgmma"] == ir["wgmma"]
+    heads = kernel.spec.problem.group_size if kernel.template == GRADIENTS else 1  # in a loop that stays one
+    assert made["hgmma"] * heads == ir["wgmma"]
     if not ir["helpers"]:
         assert made["hmma"] <= ir["mma"]  # serial loops of the IR may stay loops
         assert bool(made["hmma"]) == bool(ir["mma"])
@@ -160,6 +161,24 @@ def test_inverse_flops_and_bytes_are_what_was_declared(kernel, artifact):
         assert work.flops == chunk["flops"]
         assert 0 <= chunk["plain_bytes_read"] - work.bytes_read <= SEARCH_BYTES
         assert work.bytes_written == chunk["plain_bytes_written"]
+
+
+@each([k for k in ALL if k.template == GRADIENTS])
+def test_gradients_of_a_chunk_cost_what_was_declared_for_each_value_head(kernel, artifact):
+    problem, work = kernel.spec.problem, declared(kernel).work
+    chunk, heads = artifact.report["ir"]["per_chunk"], problem.group_size
+    assert chunk["flops"] == work.flops * heads
+    beta_and_gates = 2 * 4 * problem.chunk_size  # read in a helper
+    assert chunk["tma_bytes_read"] == (work.bytes_read - beta_and_gates) * heads
+    assert chunk["tma_bytes_written"] == chunk["plain_bytes_read"] == 0
+
+
+@each([k for k in ALL if k.template == GRADIENTS])
+def test_gradients_products_were_not_serialised(kernel, artifact, needs_nvdisasm):
+    """Products that may stay in flight while the one before is used; serialised, each would be waited for."""
+    made, ir = (dict(map(tuple, artifact.report[name]["waits"])) for name in ("instructions", "ir"))
+    assert made[1] == ir[1]
+    assert sum(made.values()) < artifact.report["instructions"]["hgmma"] // 4
 
 
 @each([k for k in ALL if k.template == "input_activation"])
