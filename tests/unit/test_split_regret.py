@@ -1,0 +1,50 @@
+"""tools/split_regret.py: its batches are the same in every run, and its figures are what the rows say."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "split_regret.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("split_regret", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_random_batches_are_fixed_and_within_their_bounds(tool):
+    batches = tool.random_batches()
+    assert batches == tool.random_batches() and len(batches) == 60
+    for batch in batches:
+        assert 1 <= len(batch["lengths"]) <= 64 and sum(batch["lengths"]) <= tool.MOST_TOKENS
+        assert all(64 <= length <= 65_536 for length in batch["lengths"]) and 0 <= batch["percent"] <= 100
+    assert {batch["window"] for batch in batches} == {"exact", tool.WINDOW}
+    assert min(batch["heads"][1] for batch in batches) == 2 and max(batch["heads"][1] for batch in batches) == 64
+    assert len(tool.core_batches()) == 5 * 7 * 2
+
+
+def test_segment_lengths_surround_the_plan_and_cut_something(tool):
+    found = tool.segment_lengths(24, [32768], 8, 132, 8)
+    assert 24 in found and found == sorted(found) and min(found) >= 8 and max(found) < 512
+    assert tool.segment_lengths(None, [512], 64, 132, 8) == []
+
+
+def test_report_gives_regret_against_the_best_of_each_row(tool, tmp_path, capsys):
+    rows = [
+        {"us": {"whole": 100, "8": 60, "16": 50}, "planned": "16", "hinted": "8", "predicted_us": 55.0},
+        {"us": {"whole": 100, "8": 80}, "planned": "whole", "hinted": "8", "predicted_us": 90.0},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    tool.main(["report", str(path)])
+    said = capsys.readouterr().out
+    assert "2 batches, 5 plans measured" in said
+    assert "| the plan | 12.5% | 25.0% |" in said
+    assert "| the plan, told the share of windows | 10.0% | 20.0% |" in said
+    assert "| never split | 62.5% | 100.0% |" in said
+    assert "at worst +0.0%" in said and "median 10.0%" in said

@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""What the plan's choices cost against the best of all measured plans: whole sequences, or segments of any length.
+
+    python tools/split_regret.py measure --out FILE [--batches core,random] [--limit N]      (on a card)
+    python tools/split_regret.py report FILE
+
+measure: per batch the operator's time, CUDA-graph median with a cold L2, for whole sequences, for the segments that the
+plan chose, and for segment lengths around them; one JSON line a batch, as soon as it is known, so an interrupted run
+keeps what it has.  Batches: `core`, the head configurations and layouts of the benchmark's core set; `random`, 60
+ragged batches of 1 to 64 sequences, 64 to 65,536 tokens each (131,072 in all), 2 to 64 value heads and any share of
+heads that decay, drawn from a fixed seed.
+
+report: regret, the plan's time over the best of its batch; the same of whole sequences; and what never splitting
+would have won.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+
+CORE_HEADS = ((2, 8), (4, 16), (8, 32), (16, 64), (16, 48))
+CORE_LENGTHS = ((32768,), (8192,), (2048,), (16384, 16384), (4096, 28672), (8192,) * 4, (1024,) * 8)
+RANDOM_BATCHES, RANDOM_SEED = 60, 20
+RANDOM_HEADS = ((1, 2), (1, 4), (2, 8), (4, 16), (8, 24), (8, 32), (16, 48), (16, 64))
+MOST_TOKENS = 131_072
+#: Segment lengths that are tried, as factors of the planned one, or of an even share where the plan keeps all whole.
+FACTORS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+WINDOW = 1e-4
+FLUSH_BYTES = 256 << 20
+REPEATS = 9
+
+
+def random_batches() -> list[dict]:
+    """Heads, lengths and percent of decaying heads of every random batch; the same in every run."""
+    draw = random.Random(RANDOM_SEED)
+    found = []
+    for _ in range(RANDOM_BATCHES):
+        count = min(64, int(2 ** draw.uniform(0, 6.3)))
+        longest = min(65_536, MOST_TOKENS // count)
+        lengths = [int(64 * (longest / 64) ** draw.random()) for _ in range(count)]
+        heads = draw.choice(RANDOM_HEADS)
+        window = draw.choice(["exact", WINDOW])
+        found.append({"heads": heads, "lengths": lengths, "percent": draw.randrange(0, 101, 5), "window": window})
+    return found
+
+
+def core_batches() -> list[dict]:
+    """The core set, with windows and without."""
+    return [
+        {"heads": heads, "lengths": list(lengths), "percent": 75, "window": window}
+        for heads in CORE_HEADS
+        for lengths in CORE_LENGTHS
+        for window in ("exact", WINDOW)
+    ]
+
+
+def segment_lengths(planned: int | None, lengths: list[int], heads: int, sm_count: int, least: int) -> list[int]:
+    """Chunks of a segment that are worth a measurement, ascending."""
+    longest = -(-max(lengths) // 64)
+    share = sum(-(-length // 64) for length in lengths) * heads / sm_count
+    centre = planned or max(share, 1.0)
+    tried = {max(least, round(centre * factor)) for factor in FACTORS} | ({planned} if planned else set())
+    return sorted(length for length in tried if length < longest)
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch
+
+    from qla_jit import dispatch
+    from qla_jit.config import SPLIT_KERNELS, OpConfig
+    from qla_jit.numerics import make_inputs
+    from qla_jit.split import least_segment_chunks
+    from qla_jit.split_plan import plan_split
+
+    sets = {"core": core_batches, "random": random_batches}
+    batches = [batch for name in options.batches.split(",") for batch in sets[name]()][: options.limit]
+    properties = torch.cuda.get_device_properties("cuda")
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def time_us(operator, tokens, bounds, forward) -> float:
+        operator(*tokens, bounds, forward=forward)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            operator(*tokens, bounds, forward=forward)
+        times = []
+        for _ in range(REPEATS + 2):
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        return round(statistics.median(times[2:]), 3)
+
+    with open(options.out, "a", encoding="utf-8") as out:
+        for number, batch in enumerate(batches):
+            heads, lengths, window = batch["heads"], batch["lengths"], batch["window"]
+            operator = dispatch.compiled(OpConfig(*heads))
+            x = make_inputs(
+                lengths, *heads, device="cuda", draw_on="cuda", seed=number, gates=f"mild:{batch['percent']}"
+            )
+            models, share = operator._models, batch["percent"] / 100
+            planned = plan_split(models, lengths, properties.multi_processor_count, window)
+            hinted = plan_split(models, lengths, properties.multi_processor_count, window, share)
+            tokens = [t[0] for t in x.tokens]
+            forwards = {"whole": operator.choose(x.cu_host, device)}
+            least = least_segment_chunks(operator.config.problem("segment_forward"))
+            found = {planned.segment_chunks, hinted.segment_chunks} - {None}
+            found |= set(
+                segment_lengths(planned.segment_chunks, lengths, heads[1], properties.multi_processor_count, least)
+            )
+            schedules = None
+            if planned.segment_chunks is not None:
+                schedules = {name: planned.schedules[name] for name in SPLIT_KERNELS}
+            for chunks in sorted(found):
+                split = operator.split(x.cu_host, chunks, device, window, schedules)
+                if split is not None:
+                    forwards[str(chunks)] = split
+            us = {name: time_us(operator, tokens, x.cu_seqlens, forward) for name, forward in forwards.items()}
+            row = batch | {
+                "us": us,
+                "planned": str(planned.segment_chunks or "whole"),
+                "predicted_us": planned.chosen.total_us,
+                "hinted": str(hinted.segment_chunks or "whole"),
+                "gpu": properties.name,
+            }
+            print(json.dumps(row), file=out, flush=True)
+            print(
+                f"{number + 1}/{len(batches)} heads {heads[0]}/{heads[1]}, {len(lengths)} sequences: {us}", flush=True
+            )
+
+
+def regrets(rows: list[dict], choice) -> list[float]:
+    """Time of what ``choice`` names in each row over the best of the row, less 1."""
+    return [row["us"][choice(row)] / min(row["us"].values()) - 1 for row in rows]
+
+
+def report(options: argparse.Namespace) -> None:
+    rows = [json.loads(line) for line in Path(options.file).read_text(encoding="utf-8").splitlines()]
+    choices = {
+        "the plan": lambda row: row["planned"],
+        "the plan, told the share of windows": lambda row: row["hinted"],
+        "never split": lambda row: "whole",
+    }
+    print(f"{len(rows)} batches, {sum(len(row['us']) for row in rows)} plans measured")
+    print("| choice | mean regret | worst |\n| --- | --- | --- |")
+    for name, choice in choices.items():
+        found = regrets(rows, choice)
+        print(f"| {name} | {statistics.fmean(found):.1%} | {max(found):.1%} |")
+    slower = max(row["us"][row["planned"]] / row["us"]["whole"] - 1 for row in rows)
+    print(f"the plan against whole sequences: at worst {slower:+.1%}")
+    errors = sorted(abs(row["predicted_us"] / row["us"][row["planned"]] - 1) for row in rows if row["predicted_us"])
+    if errors:
+        ninth = errors[len(errors) * 9 // 10]
+        print(f"prediction error: median {statistics.median(errors):.1%}, 90th percentile {ninth:.1%}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    measuring = verbs.add_parser("measure")
+    measuring.add_argument("--out", required=True)
+    measuring.add_argument("--batches", default="core,random")
+    measuring.add_argument("--limit", type=int)
+    measuring.set_defaults(run=measure)
+    reporting = verbs.add_parser("report")
+    reporting.add_argument("file")
+    reporting.set_defaults(run=report)
+    options = parser.parse_args(arguments)
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
