@@ -42,11 +42,12 @@ from .split_models import SplitModels
 #: rows that it has not seen, and splitting what need not be split costs more than leaving whole what might be split.
 MARGIN = 0.05
 EXACT = "exact"
-#: What is tried next as factors of the fastest length so far, over and over while it gains, and then beside it.  Of
-#: batches of more than `FEW` lengths the first two each: a try takes longer there, and a length matters less.
+#: What is tried next as factors of the fastest length so far, over and over while it gains, and then beside it.  Fewer
+#: where more than `FEW` lengths differ, and fewer again of many sequences: there a try takes longer and matters less.
 FACTORS = (0.5, 2.0, 2 / 3, 1.5)
 NEIGHBOURS = (1.4, 1.2, 1.1, 1.05)
 FEW = 4
+FEW_SEQUENCES = 256
 
 
 #: {length: how many}; and an option with its least time in µs, its chains, how CTAs share them, and its CTAs.
@@ -136,6 +137,7 @@ class _Search:
         self._heads = problem.num_value_heads
         self._counts = chunk_counts(lengths, problem.chunk_size)
         self._chunks = sum([chunks * number for chunks, number in self._counts.items()])
+        self._sequences = len(lengths)
         self._inverse = self._kkt_inverse()
         self._inverse_us = self._inverse.predicted_us or 0.0
         self._seen: set[int] = set()
@@ -243,7 +245,7 @@ class _Search:
             while losses < (2 if few else 1) and self._least <= length <= most:
                 losses = 0 if self._try(length, tried) else losses + 1
                 length = int(length * factor)
-        for step in NEIGHBOURS if few else NEIGHBOURS[:2]:
+        for step in NEIGHBOURS[: 4 if few else 2 if self._sequences <= FEW_SEQUENCES else 1]:
             best = min(tried.values(), key=attrgetter("total_us")).segment_chunks
             for length in (int(best / step), math.ceil(best * step)):
                 if self._least <= length < longest:

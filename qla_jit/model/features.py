@@ -91,7 +91,7 @@ def chunk_counts(lengths: Sequence[int], chunk_size: int) -> dict[int, int]:
     Where more than `MOST_LENGTHS` lengths differ, those within a quarter of an octave count as their mean; the longest
     stays.
     """
-    if len(lengths) > MOST_LENGTHS and len(set(lengths)) > MOST_LENGTHS:
+    if any(len(set(some)) > MOST_LENGTHS for some in (lengths[: 2 * MOST_LENGTHS], lengths)):  # the first tell mostly
         return _merged(sorted(lengths), chunk_size)
     counts: dict[int, int] = {}
     for length, sequences in Counter(lengths).items():
