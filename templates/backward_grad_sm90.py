@@ -206,7 +206,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                 T.wgmma_gemm(do_s[do, :, :], e_s, d1, transpose_B=True, clear_accum=True, policy=rows)
                 T.barrier_wait(tile_full[z_tile], i % 2)
                 T.call_extern("handle", "qla::forget", d2.data)
-                T.wgmma_gemm(z_s, e_s, d2, transpose_B=True, clear_accum=True, policy=rows)
+                T.wgmma_gemm(z_s[0, :, :], e_s, d2, transpose_B=True, clear_accum=True, policy=rows)
                 T.barrier_wait(dp_free[0], (i + 1) % 2)
                 T.wait_wgmma(1)
                 T.barrier_arrive(tile_free[first_do + do])
@@ -314,7 +314,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                     factor[j] = -factor[j]
                 T.clear(dots)
                 T.call_extern("handle", "qla::forget", product.data)
-                add_state_product(gradient, z_s, s_s, product, factor, dots, k_s, kq)
+                add_state_product(gradient, z_s[0, :, :], s_s, product, factor, dots, k_s, kq)
                 T.barrier_arrive(tile_free[z_tile])
                 T.barrier_arrive(tile_free[s_tile])
                 T.call_extern(
@@ -349,66 +349,49 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
 
     @T.macro
+    def bring_rows(source, token, valid, head, tile, stage, place, cleared, tile_full):
+        """A tile of tokens; in a partial chunk its rows past the end are cleared when it has come."""
+        T.tma_copy(
+            source[token : token + C, head, :], tile[stage, :, :],
+            barrier=tile_full[T.if_then_else(valid < C, partial, place)],
+        )  # fmt: skip
+        if valid < C:
+            T.barrier_arrive(tile_full[partial])
+            T.barrier_wait(tile_full[partial], cleared[0] % 2)
+            cleared[0] = cleared[0] + 1
+            T.call_extern(
+                "handle", "qla::clear_rows_by_warp", T.access_ptr(tile[stage, 0, 0], "rw"), tile.shape[2], valid
+            )
+            T.fence_proxy_async()
+        T.barrier_arrive(tile_full[place])
+
+    @T.macro
     def run_load(chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s, do_s, z_s,
                  s_s, ds_s, tile_full, tile_free):  # fmt: skip
-        cleared = T.alloc_var("int32")
-        cleared = 0
+        cleared = T.alloc_local((1,), "int32")  # tiles of partial chunks so far
+        cleared[0] = 0
         for chunk in T.serial(chunks[3 * SLOTS]):
-            kq = chunk % KQ
             slot, token, valid = chunks[chunk * 3], chunks[chunk * 3 + 1], chunks[chunk * 3 + 2]
-            full_kq = T.if_then_else(valid < C, partial, first_kq + kq)
-            T.barrier_wait(tile_free[first_kq + kq], (chunk // KQ + 1) % 2)
-            T.tma_copy(k[token : token + C, key_head, :], k_s[kq, :, :], barrier=tile_full[full_kq])
-            T.tma_copy(q[token : token + C, key_head, :], q_s[kq, :, :], barrier=tile_full[full_kq])
-            if valid < C:
-                T.barrier_arrive(tile_full[partial])
-                T.barrier_wait(tile_full[partial], cleared % 2)
-                cleared = cleared + 1
-                T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(k_s[kq, 0, 0], "rw"), DK, valid)
-                T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(q_s[kq, 0, 0], "rw"), DK, valid)
-                T.fence_proxy_async()
-            T.barrier_arrive(tile_full[first_kq + kq])
+            kq = first_kq + chunk % KQ
+            T.barrier_wait(tile_free[kq], (chunk // KQ + 1) % 2)
+            bring_rows(k, token, valid, key_head, k_s, chunk % KQ, kq, cleared, tile_full)
+            bring_rows(q, token, valid, key_head, q_s, chunk % KQ, kq, cleared, tile_full)
             for r in T.serial(GROUP):
-                i = chunk * GROUP + r
-                ay, dd, head = i % AY, i % DO, key_head * GROUP + r
-                full_ay = T.if_then_else(valid < C, partial, first_ay + ay)
-                full_do = T.if_then_else(valid < C, partial, first_do + dd)
-                full_z = T.if_then_else(valid < C, partial, z_tile)
-                T.barrier_wait(tile_free[first_ay + ay], (i // AY + 1) % 2)
-                T.tma_copy(a[slot, head, :, 0 : C // 2], a_s[ay, :, 0 : C // 2], barrier=tile_full[first_ay + ay])
+                i, head = chunk * GROUP + r, key_head * GROUP + r
+                ay, dd = first_ay + i % AY, first_do + i % DO
+                T.barrier_wait(tile_free[ay], (i // AY + 1) % 2)
+                T.tma_copy(a[slot, head, :, 0 : C // 2], a_s[i % AY, :, 0 : C // 2], barrier=tile_full[ay])
                 T.tma_copy(
-                    a[slot, head, C // 2 : C, C // 2 : C], a_s[ay, C // 2 : C, C // 2 : C],
-                    barrier=tile_full[first_ay + ay],
-                )  # fmt: skip
-                T.tma_copy(residuals[token : token + C, head, :], y_s[ay, :, :], barrier=tile_full[full_ay])
-                if valid < C:
-                    T.barrier_arrive(tile_full[partial])
-                    T.barrier_wait(tile_full[partial], cleared % 2)
-                    cleared = cleared + 1
-                    T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(y_s[ay, 0, 0], "rw"), DV, valid)
-                    T.fence_proxy_async()
-                T.barrier_arrive(tile_full[first_ay + ay])
-                T.barrier_wait(tile_free[first_do + dd], (i // DO + 1) % 2)
-                T.tma_copy(do[token : token + C, head, :], do_s[dd, :, :], barrier=tile_full[full_do])
-                if valid < C:
-                    T.barrier_arrive(tile_full[partial])
-                    T.barrier_wait(tile_full[partial], cleared % 2)
-                    cleared = cleared + 1
-                    T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(do_s[dd, 0, 0], "rw"), DV, valid)
-                    T.fence_proxy_async()
-                T.barrier_arrive(tile_full[first_do + dd])
+                    a[slot, head, C // 2 : C, C // 2 : C], a_s[i % AY, C // 2 : C, C // 2 : C], barrier=tile_full[ay]
+                )
+                bring_rows(residuals, token, valid, head, y_s, i % AY, ay, cleared, tile_full)
+                T.barrier_wait(tile_free[dd], (i // DO + 1) % 2)
+                bring_rows(do, token, valid, head, do_s, i % DO, dd, cleared, tile_full)
                 T.barrier_wait(tile_free[s_tile], (i + 1) % 2)
                 T.tma_copy(states[slot, head, :, :], s_s, barrier=tile_full[s_tile])
                 T.barrier_arrive(tile_full[s_tile])
                 T.barrier_wait(tile_free[z_tile], (i + 1) % 2)
-                T.tma_copy(dv[token : token + C, head, :], z_s, barrier=tile_full[full_z])
-                if valid < C:
-                    T.barrier_arrive(tile_full[partial])
-                    T.barrier_wait(tile_full[partial], cleared % 2)
-                    cleared = cleared + 1
-                    T.call_extern("handle", "qla::clear_rows_by_warp", T.access_ptr(z_s[0, 0], "rw"), DV, valid)
-                    T.fence_proxy_async()
-                T.barrier_arrive(tile_full[z_tile])
+                bring_rows(dv, token, valid, head, z_s, 0, z_tile, cleared, tile_full)
                 T.barrier_wait(tile_free[ds_tile], (i + 1) % 2)
                 T.tma_copy(dstates[slot, head, :, :], ds_s, barrier=tile_full[ds_tile])
                 T.barrier_arrive(tile_full[ds_tile])
@@ -480,7 +463,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             a_s = T.alloc_shared((AY, C, C), dtype)
             y_s = T.alloc_shared((AY, C, DV), dtype)
             do_s = T.alloc_shared((DO, C, DV), dtype)
-            z_s = T.alloc_shared((C, DV), dtype)
+            z_s = T.alloc_shared((1, C, DV), dtype)
             s_s = T.alloc_shared((DV, DK), dtype)
             ds_s = T.alloc_shared((DV, DK), dtype)
             e_s = T.alloc_shared((C, DV), dtype)
@@ -493,7 +476,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             tiles = (k_s, q_s, y_s, do_s, z_s, s_s, ds_s, e_s, dp_s, w_s)
             T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in tiles})
             T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
-            tile_full = T.alloc_barrier(arrive_count=[32] * (partial + 1))
+            tile_full = T.alloc_barrier(arrive_count=[64] * KQ + [32] * (partial + 1 - KQ))  # K and Q one by one
             tile_free = T.alloc_barrier(arrive_count=[384] * KQ + [128] * AY + [256] * DO + [256, 320, 192])
             e_full = T.alloc_barrier(arrive_count=[128])
             e_free = T.alloc_barrier(arrive_count=[256])
