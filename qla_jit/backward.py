@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import env, launch
+from . import device_indices, env, launch
 from .artifacts import ArtifactStore
 from .config import BACKWARD_KERNELS, OpConfig
 from .db import Database, open_db
@@ -26,6 +26,7 @@ from .op import Loader
 from .ragged import num_slots
 from .schedule import Schedule
 from .spec import KernelSpec
+from .split_backward import SplitBackward
 
 #: In the order of their launches.
 KERNELS = ("kkt_inverse", *BACKWARD_KERNELS)
@@ -66,12 +67,14 @@ class CompiledBackward:
         initial_state: torch.Tensor | None = None,
         dfinal: torch.Tensor | None = None,
         needs_dinitial: bool = False,
+        split: SplitBackward | None = None,
     ) -> Gradients:
         """Gradients for dO and, if given, the gradient of the final states; arguments are not checked.
 
         q, k ``[T, H, K]``, v, do ``[T, HV, V]`` in the config's dtype; g, beta ``[T, HV]`` fp32; bounds ``[N + 1]``
-        int32; initial_state and dfinal in the config's layout and state_dtype.  All contiguous.  Rows of tokens that
-        belong to no sequence get no gradient: what they hold afterwards is unspecified.
+        int32; initial_state and dfinal in the config's layout and state_dtype.  All contiguous.  split: how the
+        sequences are cut, None for whole ones.  Rows of tokens that belong to no sequence get no gradient: what they
+        hold afterwards is unspecified.
         """
         device, dtype, (tokens, heads, dim_v) = q.device, v.dtype, v.shape
         sequences, dim_k = bounds.shape[0] - 1, k.shape[-1]
@@ -93,10 +96,16 @@ class CompiledBackward:
         initial, has_initial = (absent, 0) if initial_state is None else (initial_state, 1)
         final, has_dfinal = (absent, 0) if dfinal is None else (dfinal, 1)
         self._inverse(k, beta, g, bounds, a, log_gates)
-        self._recompute(k, v, a, log_gates, bounds, initial, states, residuals, has_initial)
-        self._state(
-            q, k, do, a, log_gates, bounds, final, dinitial, dstates, dv, scale, has_dfinal, int(needs_dinitial)
-        )
+        if split is None:
+            self._recompute(k, v, a, log_gates, bounds, initial, states, residuals, has_initial)
+            self._state(
+                q, k, do, a, log_gates, bounds, final, dinitial, dstates, dv, scale, has_dfinal, int(needs_dinitial)
+            )
+        else:
+            split(
+                q, k, v, do, a, log_gates, bounds, device_indices.ramp(sequences, device), initial, final, dinitial,
+                states, residuals, dstates, dv, scale, has_initial, has_dfinal, int(needs_dinitial),
+            )  # fmt: skip
         self._grad(q, k, beta, a, log_gates, bounds, states, residuals, dstates, dv, do, dq, dk, dbeta, dg, scale)
         return Gradients(dq, dk, dv, dg, dbeta, dinitial if needs_dinitial else None)
 

@@ -38,6 +38,16 @@ KERNEL_FIELDS = {
         "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
     ),
     "backward_grad": ("dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads"),
+    "segment_recompute": (
+        "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
+    ),
+    "segment_gradient": (
+        "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
+    ),
+    "segment_gradient_correct": ("dtype", "head_dim_k", "head_dim_v", "num_value_heads"),
+    "segment_backward": (
+        "dtype", "head_dim_k", "head_dim_v", "num_heads", "num_value_heads", "state_dtype", "state_v_first",
+    ),
 }  # fmt: skip
 KERNELS = tuple(KERNEL_FIELDS)
 #: What every operator runs; `input_activation` only where `OpConfig.activation` asks for it.
@@ -46,6 +56,8 @@ FORWARD_KERNELS = ("kkt_inverse", "fused_forward")
 SPLIT_KERNELS = ("segment_state", "segment_correct", "segment_forward")
 #: The backward: states before every chunk, gradients of states and of V, then of everything else.
 BACKWARD_KERNELS = ("recompute_state", "backward_state", "backward_grad")
+#: What the backward of cut sequences runs besides, or in their place, `segment_state` and `segment_correct` too.
+SPLIT_BACKWARD_KERNELS = ("segment_gradient", "segment_gradient_correct", "segment_recompute", "segment_backward")
 #: Kernels that know nothing of chunks: their problems have the default chunk size.
 UNCHUNKED_KERNELS = ("input_activation",)
 

@@ -40,7 +40,7 @@ ARGUMENTS = {
     ),
     "segment_state": (
         "k", "v", "a", "log_gates", "bounds", "segments", "state_rows", "initial", "starts", "decays", "o",
-        "has_initial", "log_tolerance",
+        "has_initial", "log_tolerance", "for_backward",
     ),
     "segment_correct": ("first_segments", "starts", "decays", "bounds", "segments", "o"),
     "segment_forward": (
@@ -58,6 +58,18 @@ ARGUMENTS = {
         "q", "k", "beta", "a", "log_gates", "bounds", "states", "residuals", "dstates", "dv", "do", "dq", "dk", "dbeta",
         "dg", "scale",
     ),
+    "segment_recompute": (
+        "k", "v", "a", "log_gates", "bounds", "segments", "starts", "initial", "states", "residuals", "has_initial",
+    ),
+    "segment_gradient": (
+        "q", "k", "do", "a", "log_gates", "bounds", "segments", "dfinal", "ends", "dv", "scale", "has_dfinal",
+        "log_tolerance",
+    ),
+    "segment_gradient_correct": ("first_segments", "ends", "decays", "bounds", "segments", "residuals", "dv"),
+    "segment_backward": (
+        "q", "k", "do", "a", "log_gates", "bounds", "segments", "ends", "dfinal", "dinitial", "dstates", "dv", "scale",
+        "has_dfinal", "has_dinitial",
+    ),
 }  # fmt: skip
 OUTPUTS = {
     "input_activation": ("q_out", "k_out", "g_out", "beta_out"),
@@ -69,6 +81,10 @@ OUTPUTS = {
     "recompute_state": ("states", "residuals"),
     "backward_state": ("dstates", "dv", "dinitial"),
     "backward_grad": ("dq", "dk", "dbeta", "dg"),
+    "segment_recompute": ("states", "residuals"),
+    "segment_gradient": ("ends", "dv"),
+    "segment_gradient_correct": ("dv",),
+    "segment_backward": ("dstates", "dv", "dinitial"),
 }
 
 

@@ -24,6 +24,10 @@ TEMPLATE_MODULES = (
     "recompute_state_sm90",
     "backward_state_sm90",
     "backward_grad_sm90",
+    "segment_gradient_sm90",
+    "segment_backward_sm90",
+    "segment_recompute_sm90",
+    "segment_gradient_correct_sm90",
 )
 
 

@@ -144,6 +144,7 @@ class SplitCase:
             "starts": torch.tensor(self.codes, dtype=torch.int32, device=device),
             "decays": decays,
             "log_tolerance": log_tolerance(self.window),
+            "for_backward": 0,
         }
 
 

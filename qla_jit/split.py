@@ -72,7 +72,7 @@ class SplitForward:
         """
         self._state(
             k, v, a, log_gates, bounds, self._table, state_rows, initial, starts, decays, o, has_initial,
-            self._log_tolerance,
+            self._log_tolerance, 0,
         )  # fmt: skip
         self._correct(self._first_segments, starts, decays, bounds, self._table, o)
         self._forward(

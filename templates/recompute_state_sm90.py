@@ -24,6 +24,7 @@ from qla_jit.template import SharedBuffer, Template, Work
 from .backward_sm90 import STORES_CUDA
 from .fragments_sm90 import FRAGMENTS_CUDA
 from .operands_sm90 import operands_role
+from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN
 
 NAME = "recompute_state_sm90"
 STAGES_A = 2
@@ -141,6 +142,8 @@ def prim_func(problem: Problem, schedule: Schedule):
     v_first = problem.state_v_first
     state_shape = (DV, DK) if v_first else (DK, DV)
     state_strides = f"{DK}, {DK}, 1" if v_first else f"{DK}, 1, {DV}"  # as in fused_forward
+    segmented = problem.kernel == "segment_recompute"
+    pitch = HV * DV  # of a token in residuals
     table = roles(problem, schedule)
     registers = {role.name: role.registers for role in table}
     end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
@@ -152,14 +155,27 @@ def prim_func(problem: Problem, schedule: Schedule):
         """Where column 0 of a row of Sᵀ is in a state's last two dims."""
         return (row, 0) if v_first else (0, row)
 
+    def is_kept(i, warmup):
+        """Whether chunk i is the segment's own; those of its warm-up are of the one before."""
+        return i >= warmup if segmented else True
+
+    def is_whole(i, length, warmup):
+        whole = length - i * C >= C
+        return T.And(whole, i >= warmup) if segmented else whole
+
+    def rows_kept(i, length, warmup):
+        return T.if_then_else(i >= warmup, length - i * C, 0) if segmented else length - i * C
+
     num_tokens = T.dynamic("num_tokens")
     num_slots = T.dynamic("num_slots")
     num_bounds = T.dynamic("num_bounds")
     num_initial = T.dynamic("num_initial")
+    num_segments = T.dynamic("num_segments")
 
     @T.macro
-    def run_state(w, chunks, length, seq, head, dv0, has_initial, initial, k_s, v_s, x_s, s_s, y_s, gamma,
-                  k_full, k_free, v_full, v_free, x_full, x_free, s_full, s_free, y_full, y_free):  # fmt: skip
+    def run_state(w, chunks, length, seq, head, dv0, start, token0, residuals, has_initial, initial,
+                  k_s, v_s, x_s, s_s, y_s, gamma, k_full, k_free, v_full, v_free, x_full, x_free,
+                  s_full, s_free, y_full, y_free):  # fmt: skip
         state = T.alloc_fragment((64, DK), "float32")
         state_op = T.alloc_fragment((64, DK), dtype)
         y = T.alloc_fragment((64, C), "float32")
@@ -174,6 +190,12 @@ def prim_func(problem: Problem, schedule: Schedule):
             )  # fmt: skip
         else:
             T.clear(state)
+        if segmented:
+            if start < 0:
+                T.call_extern(
+                    "handle", f"qla::load_panel<{DK}>", state.data,
+                    T.access_ptr(residuals[token0, head, dv0 + w * 64], "r"), pitch,
+                )  # fmt: skip
         T.call_extern("handle", f"qla::pin<{64 * DK // 128}>", state.data)
         T.copy(state, state_op)
         for i in T.serial(chunks):
@@ -211,14 +233,15 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.copy(state, state_op)
 
     @T.macro
-    def run_store(w, chunks, length, token0, slot0, head, dv0, s_s, y_s, states, residuals,
+    def run_store(w, chunks, length, warmup, token0, slot0, head, dv0, s_s, y_s, states, residuals,
                   s_full, s_free, y_full, y_free):  # fmt: skip
         for i in T.serial(chunks):
             T.barrier_wait(s_full[w], i % 2)
-            T.copy(s_s[w, :, :], states[slot0 + i, head, dv0 + w * 64 : dv0 + w * 64 + 64, :])
+            if is_kept(i, warmup):
+                T.copy(s_s[w, :, :], states[slot0 + i, head, dv0 + w * 64 : dv0 + w * 64 + 64, :])
             T.barrier_arrive(s_free[w])
             T.barrier_wait(y_full[w], i % 2)
-            if length - i * C >= C:
+            if is_whole(i, length, warmup):
                 T.copy(
                     y_s[w, :, :],
                     residuals[token0 + i * C : token0 + i * C + C, head, dv0 + w * 64 : dv0 + w * 64 + 64],
@@ -226,9 +249,128 @@ def prim_func(problem: Problem, schedule: Schedule):
             else:
                 T.call_extern(
                     "handle", "qla::store_rows", T.access_ptr(y_s[w, 0, 0], "r"),
-                    T.access_ptr(residuals[token0 + i * C, head, dv0 + w * 64], "w"), HV * DV, length - i * C,
+                    T.access_ptr(residuals[token0 + i * C, head, dv0 + w * 64], "w"), pitch,
+                    rows_kept(i, length, warmup),
                 )  # fmt: skip
             T.barrier_arrive(y_free[w])
+
+    @T.macro
+    def run(block, k, v, a, log_gates, bounds, segments, starts, initial, states, residuals, has_initial):
+        k_s = T.alloc_shared((KS, C, DK), dtype)
+        a_s = T.alloc_shared((NA, C, C), dtype)
+        v_s = T.alloc_shared((NV, C, DVT), dtype)
+        x_s = T.alloc_shared((XS, C, DK), dtype)
+        s_s = T.alloc_shared((GROUPS, 64, DK), dtype)
+        y_s = T.alloc_shared((GROUPS, C, 64), dtype)
+        gamma = T.alloc_shared((KS, C), "float32", scope="shared")
+        tail = T.alloc_shared((KS, C), "float32", scope="shared")
+        layout = tilelang.layout
+        T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, s_s, y_s)})
+        T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
+        k_full = T.alloc_barrier(arrive_count=[64] * KS)
+        k_free = T.alloc_barrier(arrive_count=[consumers + 128] * KS)
+        a_full = T.alloc_barrier(arrive_count=[32] * NA)
+        a_free = T.alloc_barrier(arrive_count=[128] * NA)
+        v_full = T.alloc_barrier(arrive_count=[32] * NV)
+        v_free = T.alloc_barrier(arrive_count=[consumers] * NV)
+        x_full = T.alloc_barrier(arrive_count=[128] * XS)
+        x_free = T.alloc_barrier(arrive_count=[consumers] * XS)
+        s_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
+        s_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
+        y_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
+        y_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
+        gates = T.alloc_local((2,), "float32")  # log₂ γ of two tokens, in the gate warp
+
+        segment = segments[block // (HV * SPLIT), TURN] if segmented else 0
+        seq = segments[segment, SEQUENCE] if segmented else block // (HV * SPLIT)
+        head = block % (HV * SPLIT) // SPLIT
+        dv0 = block % SPLIT * DVT
+        if segmented:
+            T.pdl_sync()
+        start = starts[segment, head] if segmented else 0
+        warmup = T.max(start, 0) if segmented else 0
+        chunk0 = segments[segment, FIRST] - warmup if segmented else 0
+        token0 = bounds[seq] + chunk0 * C
+        rest = bounds[seq + 1] - token0
+        length = T.min(rest, (segments[segment, COUNT] + warmup) * C) if segmented else rest
+        chunks = T.ceildiv(length, C)
+        slot0 = bounds[seq] // C + seq + chunk0
+        takes_initial = T.cast(has_initial != 0 and chunk0 == 0 and start == 0, "int32") if segmented else has_initial
+        tx = T.get_thread_binding()
+        if tx < end["state0"]:
+            T.set_max_nreg(registers["state0"], 1)
+            run_state(0, chunks, length, seq, head, dv0, start, token0, residuals, takes_initial, initial,
+                      k_s, v_s, x_s, s_s, y_s, gamma, k_full, k_free, v_full, v_free, x_full, x_free,
+                      s_full, s_free, y_full, y_free)  # fmt: skip
+        elif GROUPS == 2 and tx < end["state1"]:
+            T.set_max_nreg(registers["state1"], 1)
+            run_state(1, chunks, length, seq, head, dv0, start, token0, residuals, takes_initial, initial,
+                      k_s, v_s, x_s, s_s, y_s, gamma, k_full, k_free, v_full, v_free, x_full, x_free,
+                      s_full, s_free, y_full, y_free)  # fmt: skip
+        elif tx < end["operands"]:
+            T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
+            run_operands(chunks, length, k_s, a_s, x_s, tail, k_full, k_free, a_full, a_free, x_full, x_free)
+        else:
+            T.set_max_nreg(registers["load"], 0)
+            T.pdl_sync()
+            if tx < first_load + 32:
+                for i in T.serial(chunks):
+                    kk, aa, va = i % KS, i % NA, i % NV
+                    token = token0 + i * C
+                    T.barrier_wait(k_free[kk], (i // KS + 1) % 2)
+                    T.tma_copy(k[token : token + C, head // GROUP, :], k_s[kk, :, :], barrier=k_full[kk])
+                    T.barrier_arrive(k_full[kk])
+                    T.barrier_wait(a_free[aa], (i // NA + 1) % 2)
+                    T.tma_copy(a[slot0 + i, head, :, 0 : C // 2], a_s[aa, :, 0 : C // 2], barrier=a_full[aa])
+                    T.tma_copy(
+                        a[slot0 + i, head, C // 2 : C, C // 2 : C], a_s[aa, C // 2 : C, C // 2 : C],
+                        barrier=a_full[aa],
+                    )  # fmt: skip
+                    T.barrier_arrive(a_full[aa])
+                    T.barrier_wait(v_free[va], (i // NV + 1) % 2)
+                    T.tma_copy(v[token : token + C, head, dv0 : dv0 + DVT], v_s[va, :, :], barrier=v_full[va])
+                    T.barrier_arrive(v_full[va])
+            elif tx < first_load + 64:
+                for i in T.serial(chunks):
+                    kk = i % KS
+                    T.call_extern(
+                        "handle", "qla::load_gates", gates.data,
+                        T.access_ptr(log_gates[slot0 + i, head, 0], "r"),
+                    )  # fmt: skip
+                    T.barrier_wait(k_free[kk], (i // KS + 1) % 2)
+                    T.call_extern(
+                        "handle", "qla::write_chunk_gates", gates.data, T.access_ptr(gamma[kk, 0], "w"),
+                        T.access_ptr(tail[kk, 0], "w"),
+                    )  # fmt: skip
+                    T.barrier_arrive(k_full[kk])
+            elif tx < first_load + 96:
+                run_store(0, chunks, length, warmup, token0, slot0, head, dv0, s_s, y_s, states, residuals,
+                          s_full, s_free, y_full, y_free)  # fmt: skip
+            elif GROUPS == 2:
+                run_store(1, chunks, length, warmup, token0, slot0, head, dv0, s_s, y_s, states, residuals,
+                          s_full, s_free, y_full, y_free)  # fmt: skip
+
+    prelude = FRAGMENTS_CUDA + STORES_CUDA + (SEGMENTS_CUDA if segmented else "")
+    if segmented:
+
+        @T.prim_func
+        def segment_recompute(
+            k: T.Tensor((num_tokens, H, DK), dtype),
+            v: T.Tensor((num_tokens, HV, DV), dtype),
+            a: T.Tensor((num_slots, HV, C, C), dtype),
+            log_gates: T.Tensor((num_slots, HV, C), "float32"),
+            bounds: T.Tensor((num_bounds,), "int32"),
+            segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
+            starts: T.Tensor((num_segments, HV), "int32"),
+            initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
+            states: T.Tensor((num_slots, HV, DV, DK), dtype),
+            residuals: T.Tensor((num_tokens, HV, DV), dtype),
+            has_initial: T.int32,
+        ):
+            with T.Kernel(num_segments * HV * SPLIT, threads=threads, prelude=prelude) as block:
+                run(block, k, v, a, log_gates, bounds, segments, starts, initial, states, residuals, has_initial)
+
+        return segment_recompute
 
     @T.prim_func
     def recompute_state(
@@ -242,90 +384,8 @@ def prim_func(problem: Problem, schedule: Schedule):
         residuals: T.Tensor((num_tokens, HV, DV), dtype),
         has_initial: T.int32,
     ):
-        with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=threads, prelude=FRAGMENTS_CUDA + STORES_CUDA) as block:
-            k_s = T.alloc_shared((KS, C, DK), dtype)
-            a_s = T.alloc_shared((NA, C, C), dtype)
-            v_s = T.alloc_shared((NV, C, DVT), dtype)
-            x_s = T.alloc_shared((XS, C, DK), dtype)
-            s_s = T.alloc_shared((GROUPS, 64, DK), dtype)
-            y_s = T.alloc_shared((GROUPS, C, 64), dtype)
-            gamma = T.alloc_shared((KS, C), "float32", scope="shared")
-            tail = T.alloc_shared((KS, C), "float32", scope="shared")
-            layout = tilelang.layout
-            T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, s_s, y_s)})
-            T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
-            k_full = T.alloc_barrier(arrive_count=[64] * KS)
-            k_free = T.alloc_barrier(arrive_count=[consumers + 128] * KS)
-            a_full = T.alloc_barrier(arrive_count=[32] * NA)
-            a_free = T.alloc_barrier(arrive_count=[128] * NA)
-            v_full = T.alloc_barrier(arrive_count=[32] * NV)
-            v_free = T.alloc_barrier(arrive_count=[consumers] * NV)
-            x_full = T.alloc_barrier(arrive_count=[128] * XS)
-            x_free = T.alloc_barrier(arrive_count=[consumers] * XS)
-            s_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
-            s_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
-            y_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
-            y_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
-            gates = T.alloc_local((2,), "float32")  # log₂ γ of two tokens, in the gate warp
-
-            seq = block // (HV * SPLIT)
-            head = block % (HV * SPLIT) // SPLIT
-            dv0 = block % SPLIT * DVT
-            token0 = bounds[seq]
-            length = bounds[seq + 1] - token0
-            chunks = T.ceildiv(length, C)
-            slot0 = token0 // C + seq
-            tx = T.get_thread_binding()
-            if tx < end["state0"]:
-                T.set_max_nreg(registers["state0"], 1)
-                run_state(0, chunks, length, seq, head, dv0, has_initial, initial, k_s, v_s, x_s, s_s, y_s, gamma,
-                          k_full, k_free, v_full, v_free, x_full, x_free, s_full, s_free, y_full, y_free)  # fmt: skip
-            elif GROUPS == 2 and tx < end["state1"]:
-                T.set_max_nreg(registers["state1"], 1)
-                run_state(1, chunks, length, seq, head, dv0, has_initial, initial, k_s, v_s, x_s, s_s, y_s, gamma,
-                          k_full, k_free, v_full, v_free, x_full, x_free, s_full, s_free, y_full, y_free)  # fmt: skip
-            elif tx < end["operands"]:
-                T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
-                run_operands(chunks, length, k_s, a_s, x_s, tail, k_full, k_free, a_full, a_free, x_full, x_free)
-            else:
-                T.set_max_nreg(registers["load"], 0)
-                T.pdl_sync()
-                if tx < first_load + 32:
-                    for i in T.serial(chunks):
-                        kk, aa, va = i % KS, i % NA, i % NV
-                        token = token0 + i * C
-                        T.barrier_wait(k_free[kk], (i // KS + 1) % 2)
-                        T.tma_copy(k[token : token + C, head // GROUP, :], k_s[kk, :, :], barrier=k_full[kk])
-                        T.barrier_arrive(k_full[kk])
-                        T.barrier_wait(a_free[aa], (i // NA + 1) % 2)
-                        T.tma_copy(a[slot0 + i, head, :, 0 : C // 2], a_s[aa, :, 0 : C // 2], barrier=a_full[aa])
-                        T.tma_copy(
-                            a[slot0 + i, head, C // 2 : C, C // 2 : C], a_s[aa, C // 2 : C, C // 2 : C],
-                            barrier=a_full[aa],
-                        )  # fmt: skip
-                        T.barrier_arrive(a_full[aa])
-                        T.barrier_wait(v_free[va], (i // NV + 1) % 2)
-                        T.tma_copy(v[token : token + C, head, dv0 : dv0 + DVT], v_s[va, :, :], barrier=v_full[va])
-                        T.barrier_arrive(v_full[va])
-                elif tx < first_load + 64:
-                    for i in T.serial(chunks):
-                        kk = i % KS
-                        T.call_extern(
-                            "handle", "qla::load_gates", gates.data,
-                            T.access_ptr(log_gates[slot0 + i, head, 0], "r"),
-                        )  # fmt: skip
-                        T.barrier_wait(k_free[kk], (i // KS + 1) % 2)
-                        T.call_extern(
-                            "handle", "qla::write_chunk_gates", gates.data, T.access_ptr(gamma[kk, 0], "w"),
-                            T.access_ptr(tail[kk, 0], "w"),
-                        )  # fmt: skip
-                        T.barrier_arrive(k_full[kk])
-                elif tx < first_load + 96:
-                    run_store(0, chunks, length, token0, slot0, head, dv0, s_s, y_s, states, residuals,
-                              s_full, s_free, y_full, y_free)  # fmt: skip
-                elif GROUPS == 2:
-                    run_store(1, chunks, length, token0, slot0, head, dv0, s_s, y_s, states, residuals,
-                              s_full, s_free, y_full, y_free)  # fmt: skip
+        with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=threads, prelude=prelude) as block:
+            run(block, k, v, a, log_gates, bounds, None, None, initial, states, residuals, has_initial)
 
     return recompute_state
 

@@ -22,7 +22,7 @@ from qla_jit.schedule import Parameter, Role, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
 from .fragments_sm90 import FRAGMENTS_CUDA
-from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, deviation_tile, panels
+from .segments_sm90 import FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, deviation_tile, panels
 
 NAME = "segment_correct_sm90"
 
@@ -66,10 +66,119 @@ def prim_func(problem: Problem, schedule: Schedule):
     dtype = problem.dtype
     pitch = HV * DV  # of a token in o
     rows = T.GemmWarpPolicy.FullRow
+    backwards = problem.kernel == "segment_gradient_correct"
 
     num_tokens = T.dynamic("num_tokens")
     num_segments = T.dynamic("num_segments")
     num_bounds = T.dynamic("num_bounds")
+
+    def neighbour(segment):
+        """The segment whose start (backwards: end) the transfer over ``segment`` gives."""
+        return segment - 1 if backwards else segment + 1
+
+    def at(i, begin, end):
+        """The i-th segment of the walk over begin … end − 1."""
+        return end - 1 - i if backwards else begin + i
+
+    @T.macro
+    def run(block, first_segments, codes, decays, bounds, segments, deviations, o):
+        d_s = T.alloc_shared((STAGES, DK, DK), dtype)
+        T.annotate_layout({d_s: tilelang.layout.make_full_bank_swizzled_layout(d_s)})
+        d_full = T.alloc_barrier(arrive_count=[32] * STAGES)
+        d_free = T.alloc_barrier(arrive_count=[128] * STAGES)
+        begin = T.alloc_var("int32")  # first segment whose end the scan corrects, and one past the last
+        end = T.alloc_var("int32")
+
+        T.pdl_trigger()
+        panel = block % PANELS
+        head = block % (HV * PANELS) // PANELS
+        seq = block // (HV * PANELS)
+        token0 = bounds[seq]
+        first = first_segments[seq]
+        last = first_segments[seq + 1] - 1
+        T.pdl_sync()
+        begin = last
+        end = first
+        for s in T.serial(first + 1, last):
+            if codes[s, head] < 0 and codes[neighbour(s), head] < 0:
+                begin = T.min(begin, s)
+                end = s + 1
+        if T.get_thread_binding() < 128:
+            state = T.alloc_fragment((64, DK), "float32")
+            state_op = T.alloc_fragment((64, DK), dtype)
+            product = T.alloc_fragment((64, DK), "float32")
+            added = T.alloc_local((DK // 2,), "float32")
+            if begin < end:
+                T.call_extern(
+                    "handle", f"qla::load_panel<{DK}>", state.data,
+                    T.access_ptr(o[token0 + segments[at(0, begin, end), FIRST] * C, head, panel * 64], "r"), pitch,
+                )  # fmt: skip
+            else:
+                T.clear(state)
+            T.call_extern("handle", f"qla::pin<{DK // 2}>", state.data)
+            T.copy(state, state_op)
+            for i in T.serial(end - begin):
+                segment = at(i, begin, end)
+                corrected = T.cast(codes[segment, head] < 0 and codes[neighbour(segment), head] < 0, "int32")
+                next_token = token0 + segments[neighbour(segment), FIRST] * C
+                T.call_extern(
+                    "handle", f"qla::load_panel<{DK}>", added.data,
+                    T.access_ptr(o[next_token, head, panel * 64], "r"), pitch,
+                )  # fmt: skip
+                T.barrier_wait(d_full[i * 2 % STAGES], (i * 2 // STAGES) % 2)
+                T.wgmma_gemm(
+                    state_op, d_s[i * 2 % STAGES, :, :], product, transpose_B=backwards, clear_accum=True, policy=rows
+                )
+                T.barrier_wait(d_full[(i * 2 + 1) % STAGES], (i * 2 // STAGES) % 2)
+                T.wgmma_gemm(
+                    state_op, d_s[(i * 2 + 1) % STAGES, :, :], product, transpose_B=backwards, clear_accum=False,
+                    policy=rows,
+                )  # fmt: skip
+                T.wait_wgmma(0)
+                T.barrier_arrive(d_free[i * 2 % STAGES])
+                T.barrier_arrive(d_free[(i * 2 + 1) % STAGES])
+                T.call_extern(
+                    "handle", f"qla::advance<{DK}>", state.data, product.data, added.data,
+                    T.exp2(decays[segment, head]), corrected,
+                )  # fmt: skip
+                if corrected != 0:
+                    T.call_extern(
+                        "handle", f"qla::save_panel<{DK}>", state.data,
+                        T.access_ptr(o[next_token, head, panel * 64], "w"), pitch,
+                    )  # fmt: skip
+                T.copy(state, state_op)
+        else:
+            T.fence_proxy_async()
+            for i in T.serial(end - begin):
+                token = token0 + segments[at(i, begin, end), FIRST] * C
+                for half in T.unroll(2):
+                    stage = (i * 2 + half) % STAGES
+                    T.barrier_wait(d_free[stage], (i * 2 // STAGES + 1) % 2)
+                    for tile in T.unroll(TILES):
+                        row, of_panel = deviation_tile(problem, half * TILES + tile)
+                        T.tma_copy(
+                            deviations[token + row : token + row + DK, head, of_panel * 64 : of_panel * 64 + 64],
+                            d_s[stage, :, tile * 64 : tile * 64 + 64], barrier=d_full[stage],
+                        )  # fmt: skip
+                    T.barrier_arrive(d_full[stage])
+
+    prelude = FRAGMENTS_CUDA + SEGMENTS_CUDA
+    if backwards:
+
+        @T.prim_func
+        def segment_gradient_correct(
+            first_segments: T.Tensor((num_bounds,), "int32"),
+            ends: T.Tensor((num_segments, HV), "int32"),
+            decays: T.Tensor((num_segments, HV), "float32"),
+            bounds: T.Tensor((num_bounds,), "int32"),
+            segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
+            residuals: T.Tensor((num_tokens, HV, DV), dtype),
+            dv: T.Tensor((num_tokens, HV, DV), dtype),
+        ):
+            with T.Kernel((num_bounds - 1) * HV * PANELS, threads=160, prelude=prelude) as block:
+                run(block, first_segments, ends, decays, bounds, segments, residuals, dv)
+
+        return segment_gradient_correct
 
     @T.prim_func
     def segment_correct(
@@ -80,83 +189,8 @@ def prim_func(problem: Problem, schedule: Schedule):
         segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
         o: T.Tensor((num_tokens, HV, DV), dtype),
     ):
-        with T.Kernel(
-            (num_bounds - 1) * HV * PANELS, threads=160, prelude=FRAGMENTS_CUDA + SEGMENTS_CUDA
-        ) as block:  # fmt: skip
-            d_s = T.alloc_shared((STAGES, DK, DK), dtype)
-            T.annotate_layout({d_s: tilelang.layout.make_full_bank_swizzled_layout(d_s)})
-            d_full = T.alloc_barrier(arrive_count=[32] * STAGES)
-            d_free = T.alloc_barrier(arrive_count=[128] * STAGES)
-            begin = T.alloc_var("int32")  # first segment whose end the scan corrects, and one past the last
-            end = T.alloc_var("int32")
-
-            T.pdl_trigger()
-            panel = block % PANELS
-            head = block % (HV * PANELS) // PANELS
-            seq = block // (HV * PANELS)
-            token0 = bounds[seq]
-            first = first_segments[seq]
-            last = first_segments[seq + 1] - 1
-            T.pdl_sync()
-            begin = last
-            end = first
-            for s in T.serial(first + 1, last):
-                if starts[s, head] < 0 and starts[s + 1, head] < 0:
-                    begin = T.min(begin, s)
-                    end = s + 1
-            if T.get_thread_binding() < 128:
-                state = T.alloc_fragment((64, DK), "float32")
-                state_op = T.alloc_fragment((64, DK), dtype)
-                product = T.alloc_fragment((64, DK), "float32")
-                added = T.alloc_local((DK // 2,), "float32")
-                if begin < end:
-                    T.call_extern(
-                        "handle", f"qla::load_panel<{DK}>", state.data,
-                        T.access_ptr(o[token0 + segments[begin, FIRST] * C, head, panel * 64], "r"), pitch,
-                    )  # fmt: skip
-                else:
-                    T.clear(state)
-                T.call_extern("handle", f"qla::pin<{DK // 2}>", state.data)
-                T.copy(state, state_op)
-                for i in T.serial(end - begin):
-                    segment = begin + i
-                    corrected = T.cast(starts[segment, head] < 0 and starts[segment + 1, head] < 0, "int32")
-                    next_token = token0 + (segments[segment, FIRST] + segments[segment, COUNT]) * C
-                    T.call_extern(
-                        "handle", f"qla::load_panel<{DK}>", added.data,
-                        T.access_ptr(o[next_token, head, panel * 64], "r"), pitch,
-                    )  # fmt: skip
-                    T.barrier_wait(d_full[i * 2 % STAGES], (i * 2 // STAGES) % 2)
-                    T.wgmma_gemm(state_op, d_s[i * 2 % STAGES, :, :], product, clear_accum=True, policy=rows)
-                    T.barrier_wait(d_full[(i * 2 + 1) % STAGES], (i * 2 // STAGES) % 2)
-                    T.wgmma_gemm(state_op, d_s[(i * 2 + 1) % STAGES, :, :], product, clear_accum=False, policy=rows)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(d_free[i * 2 % STAGES])
-                    T.barrier_arrive(d_free[(i * 2 + 1) % STAGES])
-                    T.call_extern(
-                        "handle", f"qla::advance<{DK}>", state.data, product.data, added.data,
-                        T.exp2(decays[segment, head]), corrected,
-                    )  # fmt: skip
-                    if corrected != 0:
-                        T.call_extern(
-                            "handle", f"qla::save_panel<{DK}>", state.data,
-                            T.access_ptr(o[next_token, head, panel * 64], "w"), pitch,
-                        )  # fmt: skip
-                    T.copy(state, state_op)
-            else:
-                T.fence_proxy_async()
-                for i in T.serial(end - begin):
-                    token = token0 + segments[begin + i, FIRST] * C
-                    for half in T.unroll(2):
-                        stage = (i * 2 + half) % STAGES
-                        T.barrier_wait(d_free[stage], (i * 2 // STAGES + 1) % 2)
-                        for tile in T.unroll(TILES):
-                            row, of_panel = deviation_tile(problem, half * TILES + tile)
-                            T.tma_copy(
-                                o[token + row : token + row + DK, head, of_panel * 64 : of_panel * 64 + 64],
-                                d_s[stage, :, tile * 64 : tile * 64 + 64], barrier=d_full[stage],
-                            )  # fmt: skip
-                        T.barrier_arrive(d_full[stage])
+        with T.Kernel((num_bounds - 1) * HV * PANELS, threads=160, prelude=prelude) as block:
+            run(block, first_segments, starts, decays, bounds, segments, o, o)
 
     return segment_correct
 

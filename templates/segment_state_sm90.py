@@ -14,8 +14,10 @@ A CTA owns `columns` of them for one (segment, value head).  It decides by the g
 | columns of keys         | nothing             | nothing          | D and γ                                 |
 | `starts[segment, head]` | −1 (see below) or 0 | chunks before    | −1: from its rows of `o`                |
 
-and nothing at all where the window of the next segment holds, or where there is none.  The initial state of a cut
-sequence is copied to its first segment's rows, because the final state may be written over it before that one starts.
+and nothing at all where the window of the next segment holds, or where there is none.  With `for_backward`, key columns
+also run where the gradient that leaves the segment is known to the backward's correction only.  The initial state of a
+cut sequence is copied to its first segment's rows, because the final state may be written over it before that one
+starts.
 
 | role      | warps  | per chunk, in order                            | waits for       | signals          |
 | --------- | ------ | ---------------------------------------------- | --------------- | ---------------- |
@@ -247,6 +249,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         o: T.Tensor((num_tokens, HV, DV), dtype),
         has_initial: T.int32,
         log_tolerance: T.float32,
+        for_backward: T.int32,
     ):
         with T.Kernel(num_segments * HV * PARTS, threads=threads, prelude=FRAGMENTS_CUDA + SEGMENTS_CUDA) as block:
             k_s = T.alloc_shared((KS, C, DK), dtype)
@@ -273,6 +276,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             decay = T.alloc_var("float32")  # log₂ γ of the chunks before, there too
             window = T.alloc_var("int32")  # chunks before this segment that stand for all before it, or −1
             next_window = T.alloc_var("int32")
+            end_window = T.alloc_var("int32")  # chunks after this segment that do so for the backward, or −1
             chunks = T.alloc_var("int32")
 
             part = block % PARTS
@@ -284,6 +288,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             seq_token0 = bounds[seq]
             seq_slot0 = seq_token0 // C + seq
             takes_initial = first == 0 and part < PARTS_V and has_initial != 0 and state_rows[seq] >= 0
+            seq_chunks = T.ceildiv(bounds[seq + 1] - seq_token0, C)
             is_last = seq_token0 + (first + count) * C >= bounds[seq + 1]
             T.pdl_sync()
             window = 0
@@ -299,14 +304,21 @@ def prim_func(problem: Problem, schedule: Schedule):
                     T.access_ptr(log_gates[seq_slot0 + first + count, head, C - 1], "r"), HV * C,
                     T.min(count, first + count - 1), log_tolerance,
                 )  # fmt: skip
+            end_window = 0
+            if for_backward != 0 and next_window < 0:
+                end_window = T.call_extern(
+                    "int32", "qla::warmup_chunks",
+                    T.access_ptr(log_gates[seq_slot0 + first + count - 1, head, C - 1], "r"), -HV * C,
+                    T.min(segments[segment + 1, COUNT], seq_chunks - first - count - 1), log_tolerance,
+                )  # fmt: skip
             tx = T.get_thread_binding()
             keeps_start = takes_initial and not is_last
             if part == 0 and tx == 0:
                 starts[segment, head] = T.if_then_else(keeps_start, -1, window)
             chunks = 0
-            if next_window < 0 and (part < PARTS_V or window < 0):
-                chunks = count + T.max(window, 0)
-            skipped = T.max(window, 0)
+            skipped = T.if_then_else(part < PARTS_V, T.max(window, 0), 0)
+            if next_window < 0 and (part < PARTS_V or (first > 0 and (window < 0 or end_window < 0))):
+                chunks = count + skipped
             token0 = seq_token0 + (first - skipped) * C
             slot0 = seq_slot0 + first - skipped
             segment_token = seq_token0 + first * C

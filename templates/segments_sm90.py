@@ -46,8 +46,9 @@ def least_segment_tokens(problem: Problem) -> int:
 SEGMENTS_CUDA = r"""
 namespace qla {
 
-// The fewest chunks before `slot` whose gates sum to `tolerance` (log2) or less, if `limit` chunks are enough, else -1.
-// By every warp alike.  gates: the last gate of the slot's first chunk for this head; `pitch` floats from slot to slot.
+// The fewest chunks before a segment whose gates sum to `tolerance` (log2) or less, if `limit` are enough, else -1.  By
+// every warp alike.  gates: the last gate, for this head, of the segment's first chunk; `pitch` floats from chunk to
+// chunk.  With the chunk before that one and -pitch: of the chunks from there on, as the backward asks.
 __device__ __forceinline__ int warmup_chunks(const float* gates, int pitch, int limit, float tolerance) {
   const int lane = threadIdx.x & 31;
   float before = 0.f;

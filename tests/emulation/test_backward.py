@@ -13,6 +13,9 @@ from qla_jit.numerics import make_inputs, relative_error
 from qla_jit.reference import chunk_reference
 from qla_jit.registry import select
 from qla_jit.spec import KernelSpec
+from qla_jit.split import cut_batch
+from qla_jit.split_backward import KERNELS as SPLIT_KERNELS
+from qla_jit.split_backward import SplitBackward
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 #: Relative; of g and beta more, which are differences of sums.
@@ -20,13 +23,17 @@ LIMITS = dict.fromkeys(NAMES, 6e-3) | {"g": 1.5e-2, "beta": 8e-3}
 
 
 @functools.cache
-def emulated(config: OpConfig) -> CompiledBackward:
+def entries(config: OpConfig, names: tuple[str, ...], seed: int = 0) -> dict:
     def entry(name):
         problem = config.problem(name)
         run = kernel(KernelSpec(problem, select(problem).default(problem)))
-        return lambda *given: run(seed=0, **dict(zip(launch.ARGUMENTS[name], given, strict=True)))
+        return lambda *given: run(seed=seed, **dict(zip(launch.ARGUMENTS[name], given, strict=True)))
 
-    return CompiledBackward(config, {name: entry(name) for name in KERNELS})
+    return {name: entry(name) for name in names}
+
+
+def emulated(config: OpConfig) -> CompiledBackward:
+    return CompiledBackward(config, entries(config, KERNELS))
 
 
 def wanted(x, do, dfinal, initial):
@@ -64,3 +71,30 @@ def test_all_gradients_are_those_of_the_recurrence(gates, lengths, group, states
         b = b[0] if name != "initial_state" else b
         assert relative_error(a, b) < LIMITS[name], name
     assert states or got.initial_state is None
+
+
+@pytest.mark.parametrize(
+    ("gates", "heads", "window", "states", "seed"),
+    [
+        ("none", 2, "exact", True, 1),
+        ("bench", 4, 1e-4, True, 0),
+        ("violent", 2, 1e-4, True, 2),
+        ("mild", 1, "exact", False, 1),
+    ],
+)
+def test_a_split_backward_gives_the_gradients_of_the_recurrence(gates, heads, window, states, seed):
+    config = OpConfig(1, heads, 64, 64)
+    lengths = (900, 0, 70, 530)
+    x = make_inputs(lengths, 1, heads, 64, 64, gates=gates, seed=9)
+    gen = torch.Generator().manual_seed(10)
+    do = torch.randn(x.v.shape, generator=gen).bfloat16()
+    dfinal = torch.randn(x.initial_state.shape, generator=gen) if states else None
+    initial = x.initial_state if states else None
+    segments = cut_batch(config.problem("segment_backward"), lengths, 4)
+    split = SplitBackward(entries(config, SPLIT_KERNELS, seed), segments, heads, window, torch.device("cpu"))
+    got = emulated(config)(
+        x.q[0], x.k[0], x.v[0], x.g[0], x.beta[0], x.cu_seqlens, x.scale, do[0], initial, dfinal, states, split
+    )
+    for name, a, b in zip(NAMES, got, wanted(x, do, dfinal, states)):
+        b = b[0] if name != "initial_state" else b
+        assert relative_error(a, b) < LIMITS[name], name

@@ -1,0 +1,67 @@
+"""The backward of a batch whose sequences are cut into segments: what runs between `kkt_inverse` and `backward_grad`.
+
+| kernel                     | leaves                                                                                |
+| -------------------------- | ------------------------------------------------------------------------------------- |
+| `segment_state`            | S* of segments, and D of those that either correction needs, in rows of `residuals`   |
+| `segment_correct`          | the states that segments start from, there                                            |
+| `segment_gradient`         | dS* of segments, in rows of `dv`                                                      |
+| `segment_gradient_correct` | the gradients of the states that leave segments, there                                |
+| `segment_recompute`        | states before every chunk, and residuals                                              |
+| `segment_backward`         | gradients of the states that leave every chunk, of V and of initial states            |
+
+The rows are those of `split`; each is overwritten by the segment that reads it, after it has (docs/splitting.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from .config import SPLIT_BACKWARD_KERNELS
+from .segments import Segments
+from .split import log_tolerance
+
+#: In the order of their launches.
+KERNELS = ("segment_state", "segment_correct", *SPLIT_BACKWARD_KERNELS)
+
+
+class SplitBackward:
+    """`recompute_state` and `backward_state` by segments, for batches of one content, on torch's current stream."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, Callable[..., None]],
+        segments: Segments,
+        num_value_heads: int,
+        window: str | float,
+        device: torch.device,
+    ):
+        """entries: of `KERNELS`.  Copies the cut to the device and waits for it, so every stream may call this."""
+        self.segments = segments
+        self._entries = [entries[name] for name in KERNELS]
+        self._log_tolerance = log_tolerance(window)
+        self._table = torch.tensor(segments.table(), dtype=torch.int32).to(device)
+        self._first_segments = torch.tensor(segments.firsts, dtype=torch.int32).to(device)
+        self._shape = len(segments), num_value_heads
+
+    def __call__(
+        self, q, k, v, do, a, log_gates, bounds, sequence_rows, initial, dfinal, dinitial, states, residuals, dstates,
+        dv, scale, has_initial, has_dfinal, has_dinitial,
+    ) -> None:  # fmt: skip
+        """Tensors as `launch` lists them for the two kernels that this stands for; sequence_rows: 0 … N − 1."""
+        starts, ends = (torch.empty(self._shape, dtype=torch.int32, device=q.device) for _ in range(2))
+        decays = torch.empty(self._shape, dtype=torch.float32, device=q.device)
+        state, correct, gradient, gradient_correct, recompute, backward = self._entries
+        table, firsts = self._table, self._first_segments
+        state(
+            k, v, a, log_gates, bounds, table, sequence_rows, initial, starts, decays, residuals, has_initial,
+            self._log_tolerance, 1,
+        )  # fmt: skip
+        correct(firsts, starts, decays, bounds, table, residuals)
+        gradient(q, k, do, a, log_gates, bounds, table, dfinal, ends, dv, scale, has_dfinal, self._log_tolerance)
+        gradient_correct(firsts, ends, decays, bounds, table, residuals, dv)
+        recompute(k, v, a, log_gates, bounds, table, starts, initial, states, residuals, has_initial)
+        backward(
+            q, k, do, a, log_gates, bounds, table, ends, dfinal, dinitial, dstates, dv, scale, has_dfinal, has_dinitial
+        )
