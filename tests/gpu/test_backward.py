@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from qla_jit import autograd, chunk_gated_delta_rule, dispatch, launch
+from qla_jit import autograd, build, chunk_gated_delta_rule, dispatch, launch, runtime
+from qla_jit.artifacts import ArtifactStore
 from qla_jit.config import OpConfig
 from qla_jit.numerics import make_inputs, relative_error
 from qla_jit.reference import chunk_reference
+from qla_jit.registry import select
+from qla_jit.spec import KernelSpec
+from qla_jit.split import cut_batch
+from qla_jit.split_backward import KERNELS as SPLIT_KERNELS
+from qla_jit.split_backward import SplitBackward
 from qla_jit.validate import validate
 
 pytestmark = pytest.mark.gpu
@@ -147,3 +153,30 @@ def test_a_gradient_of_either_output_alone():
 def test_the_backward_is_compiled_once_per_config():
     config = OpConfig(2, 4)
     assert dispatch.compiled_backward(config) is dispatch.compiled_backward(config)
+
+
+@pytest.mark.parametrize("window", ["exact", 1e-4])
+@pytest.mark.parametrize("gates", ["none", "bench", "violent"])
+def test_a_split_backward_matches_float64_and_repeats_its_bits(gates, window):
+    config, lengths = OpConfig(2, 8), (3000, 64, 0, 1700)
+    x, do, dfinal = case(lengths, 2, 8, seed=11, gates=gates)
+    entries = {}
+    for name in SPLIT_KERNELS:
+        problem = config.problem(name)
+        spec = KernelSpec(problem, select(problem).default(problem))
+        entries[name] = runtime.load(build.ensure(spec, ArtifactStore()))
+    segments = cut_batch(config.problem("segment_backward"), lengths, 9)
+    split = SplitBackward(entries, segments, 8, window, x.q.device)
+    tokens = [t[0] for t in x.tokens]
+
+    def run():
+        return dispatch.compiled_backward(config)(
+            *tokens, x.cu_seqlens, x.scale, do[0], x.initial_state, dfinal, True, split
+        )
+
+    first = run()
+    want = [t if name == "initial_state" else t[0] for name, t in zip(NAMES, wanted(x, do, dfinal))]
+    for name, a, b in zip(NAMES, first, want):
+        assert a.isfinite().all() and relative_error(a, b) < LIMITS[name], name
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, run()))
