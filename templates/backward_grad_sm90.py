@@ -21,10 +21,10 @@ depend on the order in which CTAs run.
 | gates    | 1     | gates and β of the next head; dβ and dg of this one        | sums_full       | gates_full      |
 | dots     | 2     | ⟨S, dS⟩                                                    | s, ds           | s, ds           |
 | products | 4     | K Kᵀ; L Ã; E tile; Q Kᵀ, D₁ → dP tile; D₂ → W + Wᵀ tile;   | ay, do, z       | ay, do, z       |
-|          |       | sums of X and M                                            | e/dp/w_free     | e/dp/w_full     |
+|          |       | sums of X and M                                            | e/dp_free       | e/dp/w_full     |
 | dq       | 4     | dO Sᵀ and its dots with Q; dP K                            | do, s, dp_full  | do, s, dp_free  |
 | dk       | 4     | Z Sᵀ, E dSᵀ and their dots with K; dPᵀ Q; (W + Wᵀ) K       | z, s, ds        | z, s, ds        |
-|          |       |                                                            | e/dp/w_full     | e/dp/w_free     |
+|          |       |                                                            | e/dp/w_full     | e/dp_free (W's) |
 
 Stages: K with Q `stages_kq`; Ã with Y `stages_ay`; dO `stages_do`; gates with the sums of a head two; all else one.
 The last two columns name what the load warp brings by its tiles; every role also waits for `gates_full`, arrives at
@@ -94,8 +94,8 @@ def tile_stages(schedule: Schedule) -> tuple[int, ...]:
 
 
 def barriers(problem: Problem, schedule: Schedule) -> int:
-    """mbarriers of a CTA: full and free of each ring and of E, dP, W; gates and sums; one for partial chunks."""
-    return 2 * (sum(tile_stages(schedule)) + 3 + HEAD_STAGES) + 1
+    """mbarriers of a CTA: full and free of each ring, E and dP; W; gates and sums; one for partial chunks."""
+    return 2 * (sum(tile_stages(schedule)) + 2 + HEAD_STAGES) + 2
 
 
 def work(problem: Problem, schedule: Schedule) -> Work:
@@ -147,7 +147,7 @@ def prim_func(problem: Problem, schedule: Schedule):
 
     @T.macro
     def run_products(chunks, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
-                     e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full):  # fmt: skip
+                     e_full, e_free, dp_full, dp_free, w_full, gates_full, sums_full):  # fmt: skip
         decay = T.alloc_local((C * C // 128,), "float32")  # Γ, as accumulators
         overlap = T.alloc_fragment((C, C), "float32")  # K Kᵀ
         operand = T.alloc_fragment((C, C), dtype)
@@ -218,7 +218,6 @@ def prim_func(problem: Problem, schedule: Schedule):
                 T.barrier_arrive(dp_full[0])
                 T.call_extern("handle", "qla::forget", overlap.data)
                 T.wgmma_gemm(k_s[kq, :, :], k_s[kq, :, :], overlap, transpose_B=True, clear_accum=True, policy=rows)
-                T.barrier_wait(w_free[0], (i + 1) % 2)
                 T.wait_wgmma(0)
                 T.barrier_arrive(e_free[0])
                 T.barrier_arrive(tile_free[z_tile])
@@ -292,7 +291,7 @@ def prim_func(problem: Problem, schedule: Schedule):
 
     @T.macro
     def run_dk(chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
-               e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full):  # fmt: skip
+               e_full, e_free, dp_full, dp_free, w_full, gates_full, sums_full):  # fmt: skip
         gradient = T.alloc_fragment((C, DK), "float32")
         product = T.alloc_fragment((C, 64), "float32")
         factor = T.alloc_local((2,), "float32")  # −γ, then β γ_C/γ of this thread's rows
@@ -340,7 +339,6 @@ def prim_func(problem: Problem, schedule: Schedule):
                 T.wgmma_gemm(w_s, k_s[kq, :, :], gradient, clear_accum=False, policy=rows)
                 T.wait_wgmma(0)
                 T.barrier_arrive(dp_free[0])
-                T.barrier_arrive(w_free[0])
                 T.barrier_arrive(sums_full[head])
             T.barrier_arrive(tile_free[first_kq + kq])
             T.call_extern(
@@ -481,9 +479,8 @@ def prim_func(problem: Problem, schedule: Schedule):
             e_full = T.alloc_barrier(arrive_count=[128])
             e_free = T.alloc_barrier(arrive_count=[256])
             dp_full = T.alloc_barrier(arrive_count=[128])
-            dp_free = T.alloc_barrier(arrive_count=[256])
+            dp_free = T.alloc_barrier(arrive_count=[256])  # and W, which dk reads at the same time
             w_full = T.alloc_barrier(arrive_count=[128])
-            w_free = T.alloc_barrier(arrive_count=[128])
             gates_full = T.alloc_barrier(arrive_count=[32] * HEAD_STAGES)
             sums_full = T.alloc_barrier(arrive_count=[448] * HEAD_STAGES)
 
@@ -497,7 +494,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             if tx < end["products"]:
                 T.set_max_nreg(registers["products"], 1)
                 run_products(chunks, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full,
-                             tile_free, e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full,
+                             tile_free, e_full, e_free, dp_full, dp_free, w_full, gates_full,
                              sums_full)  # fmt: skip
             elif tx < end["dq"]:
                 T.set_max_nreg(registers["dq"], 1)
@@ -506,7 +503,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             elif tx < end["dk"]:
                 T.set_max_nreg(registers["dk"], 1)
                 run_dk(chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full,
-                       tile_free, e_full, e_free, dp_full, dp_free, w_full, w_free, gates_full, sums_full)  # fmt: skip
+                       tile_free, e_full, e_free, dp_full, dp_free, w_full, gates_full, sums_full)  # fmt: skip
             else:
                 T.set_max_nreg(registers["load"], 0)
                 if tx < first_load + 32:

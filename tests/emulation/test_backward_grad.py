@@ -1,12 +1,13 @@
 """`backward_grad` on the emulator: every gradient by itself against float64, and nothing else written or read."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
-from emulator import EmulationError
+from emulator import EmulationError, Program
 
-from qla_jit import backward_harness, harness, launch
+from qla_jit import backward_harness, build, harness, launch
 from qla_jit.config import OpConfig
 from qla_jit.harness import Case
 from qla_jit.numerics import GPU_TOLERANCE, make_inputs, relative_error
@@ -124,3 +125,21 @@ def test_tensor_of_the_wrong_shape_is_named(compiled):
     case.tensors["dstates"] = case.tensors["dstates"][..., :-1]
     with pytest.raises(EmulationError, match="dstates must be"):
         compiled(spec)(**case.tensors)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        r"e_free\[0\]\.wait\([^;]*;",
+        r"dp_free\[0\]\.wait\([^;]*;",
+        r"sums_full\[[^;]*\.wait\([^;]*;",
+        r"tl::__sync_thread_partial[^;]*;(?=\s*e_full)",
+    ],
+)
+def test_gradients_without_one_of_their_waits_are_caught(compiled, cache, line):
+    spec = SPECS["64 dims, four heads, fp16"]
+    kernel, text = compiled(spec), build.lower(spec, compile_device=False).source
+    assert re.search(line, text)
+    wrong = dataclasses.replace(kernel, program=Program(re.sub(line, ";", text, count=1), kernel.plan.kernel, cache))
+    with pytest.raises(EmulationError, match="data race"):
+        errors(wrong, harness.make_case(spec.problem, (130,), 0, "cpu"))
