@@ -239,7 +239,9 @@ def prim_func(problem: Problem, schedule: Schedule):
     def add_state_product(gradient, of_tokens, state, product, factor, dots, tile, stage):
         """Adds [C, DV] times a transposed state [DV, DK], rows scaled, and its rows' dots with the tile's.
 
-        By halves of 64 columns, one after the other: the other warp groups' products run meanwhile.
+        By halves of 64 columns, one after the other: the other warp groups' products run meanwhile.  The caller forgets
+        `product` once a head, not before each half: ptxas would give each its own registers, start it while the dots of
+        the one before are still to be summed, and run out of registers.
         """
         for half in T.unroll(DK // 64):
             T.wgmma_gemm(of_tokens, state[:, half * 64 : half * 64 + 64], product, clear_accum=True, policy=rows)
