@@ -164,9 +164,9 @@ __device__ __forceinline__ void unit_lower_operand(const float* acc, const float
       [&](int j, int i) { words[j * 2 + i] = 0u; });
 }
 
-// Address of this lane's row in a 16 x 16 block of a swizzled tile, for matrix loads and stores: columns 0 .. 15 of this
-// warp's rows.  Block b of the panel is at address ^ 32 b.  Hidden from the compiler, which would otherwise keep the
-// addresses of all blocks in registers from one use to the next.
+// Address of this lane's row in a 16 x 16 block of a swizzled tile, for matrix loads and stores: columns 0 .. 15 of
+// this warp's rows.  Block b of the panel is at address ^ 32 b.  Hidden from the compiler, which would otherwise keep
+// the addresses of all blocks in registers from one use to the next.
 template <typename Element>
 __device__ __forceinline__ unsigned rows_address(const Element* tile) {
   const int lane = threadIdx.x & 31, matrix = lane >> 3;
