@@ -16,6 +16,7 @@ from .activation import CAST, Activation
 from .argument_checks import check_gate_parameters
 from .chunk_form import chunk_form
 from .errors import GradientError, InputError, UnsupportedError
+from .segments import DEFAULT_WINDOW
 from .state_checks import check_pool_rows
 from .validate import Call, validate
 from .workspace import Workspace
@@ -43,7 +44,7 @@ def chunk_gated_delta_rule(
     cp_context: object | None = None,
     *,
     auto_cp: bool = True,
-    window: str | float = "exact",
+    window: str | float = DEFAULT_WINDOW,
     state_dtype: torch.dtype | None = None,
     backward: str = "kernel",
     out: torch.Tensor | None = None,
@@ -71,8 +72,9 @@ def chunk_gated_delta_rule(
     auto_cp: whether long sequences may be split over the card, where the tuning database predicts that it pays and the
     host knows the lengths.  The result of a sequence then depends on the batch by rounding; False never splits.
     window: "exact", or a tolerance in (0, 1): a split may forget states that gates have since scaled by less than that.
-    What o and the final state lose is at most the tolerance times the state forgotten, in norm, for keys of norm ≤ 1.
-    Ignored with allow_neg_eigval, whose windows the gates alone do not bound.
+    What o and the final state lose is at most the tolerance times the state forgotten, in norm, for keys of norm ≤ 1;
+    by default a tolerance far below what 16-bit products round by.  Without a split, and with allow_neg_eigval, whose
+    windows the gates alone do not bound, nothing is forgotten.
     backward: "kernel", or "chunk_form" to run PyTorch's chunk form on CUDA when a gradient is needed.
     out, final_state_out: o (``[B, T, HV, V]``, q's dtype) and the final state (state_dtype; may be initial_state) are
     written here.  Contiguous; not when gradients are needed, as state_indices.

@@ -17,6 +17,10 @@ from typing import NamedTuple
 
 from .errors import InputError
 
+#: What a split may forget unasked: states that gates have since scaled to this share of their norm.  A product with the
+#: state rounds it to bf16, which is up to 2⁻⁹ of each element.
+DEFAULT_WINDOW = 1e-4
+
 
 class StateItem(NamedTuple):
     """Work before the correction: a segment for one value head, ``chunks`` chunks with those of its window ahead.

@@ -25,6 +25,7 @@ from .argument_checks import (
 )
 from .errors import InputError
 from .ragged import num_checkpoints
+from .segments import DEFAULT_WINDOW
 from .state_checks import (
     check_checkpoint_every,
     check_final_state_out,
@@ -110,7 +111,7 @@ def validate(
     state_dtype: torch.dtype | None = None,
     chunk_size: int = 64,
     auto_cp: bool = True,
-    window: str | float = "exact",
+    window: str | float = DEFAULT_WINDOW,
     out: torch.Tensor | None = None,
     state_indices: torch.Tensor | None = None,
     checkpoint_every: int | None = None,

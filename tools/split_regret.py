@@ -29,7 +29,7 @@ RANDOM_HEADS = ((1, 2), (1, 4), (2, 8), (4, 16), (8, 24), (8, 32), (16, 48), (16
 MOST_TOKENS = 131_072
 #: Segment lengths that are tried, as factors of the planned one, or of an even share where the plan keeps all whole.
 FACTORS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
-WINDOW = 1e-4
+WINDOW = 1e-4  # the operator's default
 FLUSH_BYTES = 256 << 20
 REPEATS = 9
 
