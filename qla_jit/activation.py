@@ -107,7 +107,7 @@ class ActivationKernel:
         a_log, a_log_half, a_log_mode = self._parameter(activation.a_log, q.device)
         dt_bias, dt_bias_half, dt_bias_mode = self._parameter(activation.dt_bias, q.device)
         self._entry(
-            q, k, _aligned(g), _aligned(beta), a_log, dt_bias, a_log_half, dt_bias_half, q_out, k_out, g_out, beta_out,
+            q, k, aligned(g), aligned(beta), a_log, dt_bias, a_log_half, dt_bias_half, q_out, k_out, g_out, beta_out,
             *modes, a_log_mode, dt_bias_mode,
         )  # fmt: skip
         return q_out, k_out, g_out, beta_out
@@ -124,11 +124,12 @@ class ActivationKernel:
         if x is None:
             return wide, half, 0
         if x.dtype == self._dtype:
-            return wide, _aligned(x.contiguous()), 2
-        return _aligned(x.float().contiguous()), half, 1
+            return wide, aligned(x.contiguous()), 2
+        return aligned(x.float().contiguous()), half, 1
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where its memory does not start as TMA and 16-byte accesses need it."""
     return x if x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone()
 
 

@@ -67,7 +67,8 @@ def chunk_gated_delta_rule(
     cu_seqlens: ``[N + 1]`` int32 or int64 on q's device, cumulative lengths of sequences laid end to end in batch 1.
     Empty sequences are allowed.  Tokens past ``cu_seqlens[-1]`` are padding: their rows of o are 0.
     cu_seqlens_cpu: the same numbers on the host.  Without them, one device-to-host copy is made per call (none during a
-    CUDA graph capture, where lengths are then not checked).  On CUDA their agreement is the caller's promise.
+    CUDA graph capture, where lengths are then not checked).  On CUDA their agreement is the caller's promise, also in
+    every replay of a graph that was captured with them: a split is made for these lengths.
     chunk_indices: accepted for FLA's sake and not needed.  cp_context: must be None.
     auto_cp: whether long sequences may be split over the card, where the tuning database predicts that it pays and the
     host knows the lengths.  The result of a sequence then depends on the batch by rounding; False never splits.
@@ -105,7 +106,7 @@ def chunk_gated_delta_rule(
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise InputError(
             "`use_beta_sigmoid_in_kernel` must hold with allow_neg_eigval, but got use_beta_sigmoid_in_kernel=False; "
-            "set it and pass logits, or pass 2 * sigmoid(logits) as beta without either flag."
+            'set it and pass logits, or pass 2 * sigmoid(logits) as beta without either flag and window="exact".'
         )
     if backward not in _BACKWARDS:
         raise InputError(f"`backward in {_BACKWARDS}` must hold, but got backward={backward!r}; name one of them.")

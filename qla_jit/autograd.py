@@ -34,6 +34,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, cu_seqlens, q, k, v, g, beta, initial_state):
         ctx.set_materialize_grads(False)
+        dispatch.compiled_backward(dispatch.config_of(call))  # refuses now what it could not answer later
         ctx.call = call
         ctx.save_for_backward(q, k, v, g, beta, initial_state, device_indices.bounds(call, cu_seqlens))
         o, final = dispatch.forward_cuda(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from . import device_indices, launch
-from .activation import Activation
+from .activation import Activation, aligned
 from .arch import detect
 from .backward import CompiledBackward, Gradients, compile_backward
 from .config import OpConfig
@@ -72,7 +72,11 @@ def forward_cuda(
                 activation,
             )  # fmt: skip
     op, forward = _operator(call, activation, None if activation is None else (g.dtype, beta.dtype))
-    if isinstance(forward, SplitForward) and out is not None and _shares_memory(out, q, k, v, g, beta):
+    if (
+        isinstance(forward, SplitForward)
+        and out is not None
+        and _shares_memory(out, q, k, v, g, beta, initial_state, final_state_out)
+    ):
         forward = op.choose(call.cu_host, call.device)  # a split writes to o before the last token of v is read
     bounds = device_indices.bounds(call, cu_seqlens)
     heads, value_heads, dim_k, dim_v = call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v
@@ -101,8 +105,8 @@ def backward_cuda(call: Call, q, k, v, g, beta, bounds, initial_state, do, dfina
     if _has_several_cards() and call.device.index != torch.cuda.current_device():
         with torch.cuda.device(call.device):
             return backward_cuda(call, q, k, v, g, beta, bounds, initial_state, do, dfinal, needs_dinitial)
-    do = torch.zeros_like(v) if do is None else do.contiguous()
-    dfinal = None if dfinal is None else dfinal.contiguous()
+    do = torch.zeros_like(v) if do is None else aligned(do.contiguous())
+    dfinal = None if dfinal is None else aligned(dfinal.contiguous())
     flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
     found = compiled_backward(config_of(call))(
         *flat, bounds, call.scale, do.flatten(0, 1), initial_state, dfinal, needs_dinitial
@@ -135,9 +139,9 @@ def _operator(
     return found
 
 
-def _shares_memory(out: torch.Tensor, *inputs: torch.Tensor) -> bool:
+def _shares_memory(out: torch.Tensor, *others: torch.Tensor | None) -> bool:
     place = out.untyped_storage().data_ptr()
-    return any(x.untyped_storage().data_ptr() == place for x in inputs)
+    return any(x is not None and x.untyped_storage().data_ptr() == place for x in others)
 
 
 def _new_checkpoints(call: Call, op: CompiledOp, bounds: torch.Tensor) -> Checkpoints:

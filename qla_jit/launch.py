@@ -39,10 +39,10 @@ ARGUMENTS = {
         "o", "scale", "has_initial", "has_final", "chunks_per_checkpoint",
     ),
     "segment_state": (
-        "k", "v", "a", "log_gates", "bounds", "segments", "state_rows", "initial", "starts", "decays", "o",
+        "k", "v", "a", "log_gates", "bounds", "segments", "turns", "state_rows", "initial", "starts", "decays", "o",
         "has_initial", "log_tolerance", "for_backward",
     ),
-    "segment_correct": ("first_segments", "starts", "decays", "bounds", "segments", "o"),
+    "segment_correct": ("first_segments", "cut_sequences", "starts", "decays", "bounds", "segments", "o"),
     "segment_forward": (
         "q", "k", "v", "a", "log_gates", "bounds", "segments", "starts", "state_rows", "checkpoint_rows", "initial",
         "final", "checkpoints", "o", "scale", "has_initial", "has_final", "chunks_per_checkpoint",
@@ -62,10 +62,12 @@ ARGUMENTS = {
         "k", "v", "a", "log_gates", "bounds", "segments", "starts", "initial", "states", "residuals", "has_initial",
     ),
     "segment_gradient": (
-        "q", "k", "do", "a", "log_gates", "bounds", "segments", "dfinal", "ends", "dv", "scale", "has_dfinal",
+        "q", "k", "do", "a", "log_gates", "bounds", "segments", "turns", "dfinal", "ends", "dv", "scale", "has_dfinal",
         "log_tolerance",
     ),
-    "segment_gradient_correct": ("first_segments", "ends", "decays", "bounds", "segments", "residuals", "dv"),
+    "segment_gradient_correct": (
+        "first_segments", "cut_sequences", "ends", "decays", "bounds", "segments", "residuals", "dv",
+    ),
     "segment_backward": (
         "q", "k", "do", "a", "log_gates", "bounds", "segments", "ends", "dfinal", "dinitial", "dstates", "dv", "scale",
         "has_dfinal", "has_dinitial",

@@ -16,7 +16,7 @@ from .activation import Activation, ActivationKernel, Modes
 from .artifacts import Artifact, ArtifactStore
 from .config import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
 from .db import Database, Match, open_db
-from .errors import KernelMissingError, UnsupportedError
+from .errors import InputError, KernelMissingError, UnsupportedError
 from .schedule import Schedule
 from .spec import KernelSpec
 from .split import EXACT, SplitForward, cut_batch
@@ -258,6 +258,11 @@ class CompiledOp:
         chosen = tuple((name, schedules and schedules[name]) for name in SPLIT_KERNELS)
         key = cu_host, segment_chunks, device, window, chosen
         if key not in self._splits:
+            if device_indices.is_capturing(device):
+                raise InputError(
+                    "a CUDA graph capture must not be under way when a batch is cut for the first time, but one is; "
+                    "call once with these lengths before the capture."
+                )
             kernels = {name: self.load_split(name, schedule) for name, schedule in chosen}
             lengths = [end - start for start, end in zip(cu_host, cu_host[1:])]
             segments = cut_batch(kernels["segment_forward"].spec.problem, lengths, segment_chunks)

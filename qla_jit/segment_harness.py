@@ -17,6 +17,8 @@ from .segments import Segments
 from .split import EXACT, cut_batch, log_tolerance
 from .templates.segments_sm90 import deviation_tile
 
+NO_CODE = -99  # where kernels must not look: whole sequences have no code
+
 
 @functools.cache
 def _accumulator_order(dim_k: int) -> torch.Tensor:
@@ -88,9 +90,13 @@ class SplitCase:
         self._warmup = warmup_chunks_reference(inputs.g, self.segments, tolerance)
         self.starts = self.segments.starts(problem.num_value_heads, self._warmup.tolist())
         self.items = sorted(self.segments.state_items(self.starts))
-        # As kernels have them: the initial state of a cut sequence passes through o too.
+        # As kernels have them: the initial state of a cut sequence passes through o too, and whole ones have no code.
         self.cut_firsts = [first for first in self.segments.firsts[:-1] if self.segments.has_successor(first)]
-        self.codes = [[-1] * len(row) if s in self.cut_firsts else row for s, row in enumerate(self.starts)]
+        self.turns = sorted(self.segments.turns())
+        self.codes = [
+            [-1 if s in self.cut_firsts else start if s in self.turns else NO_CODE for start in row]
+            for s, row in enumerate(self.starts)
+        ]
 
     @functools.cached_property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +147,8 @@ class SplitCase:
         return {
             "segments": torch.tensor(self.segments.table(), dtype=torch.int32, device=device),
             "first_segments": torch.tensor(self.segments.firsts, dtype=torch.int32, device=device),
+            "turns": torch.tensor(self.segments.turns(), dtype=torch.int32, device=device),
+            "cut_sequences": torch.tensor(self.segments.corrected_sequences(), dtype=torch.int32, device=device),
             "starts": torch.tensor(self.codes, dtype=torch.int32, device=device),
             "decays": decays,
             "log_tolerance": log_tolerance(self.window),
@@ -151,7 +159,7 @@ class SplitCase:
 def state_outputs(case: SplitCase, tensors: dict) -> dict[str, torch.Tensor]:
     """What `segment_state` left, as `state_wanted` has it."""
     o, problem = tensors["o"], case.problem
-    found = {"starts": tensors["starts"].double()}
+    found = {"starts": tensors["starts"][case.turns].double()}
     if case.cut_firsts:
         found["initial_states"] = torch.stack(
             [read_state(o, case.token(s), h, problem.head_dim_k) for s, h in _heads_of(case, case.cut_firsts)]
@@ -170,7 +178,10 @@ def state_outputs(case: SplitCase, tensors: dict) -> dict[str, torch.Tensor]:
 
 def state_wanted(case: SplitCase) -> dict[str, torch.Tensor]:
     """Float64: start codes; initial states of cut sequences; states, D and γ of the items that make them."""
-    found = {"starts": torch.tensor(case.codes, dtype=torch.float64, device=case.inputs.g.device)}
+    codes = [case.codes[segment] for segment in case.turns]
+    found = {
+        "starts": torch.tensor(codes, dtype=torch.float64, device=case.inputs.g.device).view(-1, len(case.starts[0]))
+    }
     if case.cut_firsts:
         found["initial_states"] = torch.stack([case.start_states[s, h] for s, h in _heads_of(case, case.cut_firsts)])
     if case.items:
@@ -193,7 +204,7 @@ def write_uncorrected(case: SplitCase, tensors: dict) -> None:
 
 def write_starts(case: SplitCase, tensors: dict) -> None:
     """Put into o what `segment_forward` reads there: initial states, and start states that the correction made."""
-    for segment, head in _unknown(case.codes):
+    for segment, head in _unknown([row if s in case.turns else [0] for s, row in enumerate(case.codes)]):
         write_state(tensors["o"], case.token(segment), head, case.start_states[segment, head])
 
 

@@ -110,6 +110,14 @@ class Segments:
         """What kernels read, a row per segment: sequence, first chunk, chunks, and the segment of the row's turn."""
         return list(zip(self.sequences, self.first_chunks, self.chunks, self.forward_order()))
 
+    def turns(self) -> list[int]:
+        """Segments of cut sequences, in the order of `forward_order`: those that have anything to do with others."""
+        return [s for s in self.forward_order() if self.first_chunks[s] > 0 or self.has_successor(s)]
+
+    def corrected_sequences(self) -> list[int]:
+        """Sequences of three segments or more: the second starts from what a known first one leaves."""
+        return [n for n, (first, end) in enumerate(zip(self.firsts, self.firsts[1:])) if end - first > 2]
+
 
 def cut(lengths: Sequence[int], chunk_size: int, segment_chunks: int | None, unit: int = 1, least: int = 1) -> Segments:
     """Cut sequences of ``lengths`` tokens into as few segments of at most ``segment_chunks`` chunks as there can be.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 
 from .config import SPLIT_KERNELS, Problem
+from .device_indices import is_capturing
 from .errors import InputError
 from .segments import Segments, cut
 from .workspace import Layout
@@ -37,6 +39,33 @@ def least_segment_chunks(problem: Problem) -> int:
     return -(-least_segment_tokens(problem) // problem.chunk_size)
 
 
+class SegmentTables:
+    """A cut as kernels read it, int32 on a card: table, turns, first segments, and sequences to correct.
+
+    Complete before anyone sees it, so every stream may read it.  It may be dropped while a stream still reads it, so
+    `use` tells torch's allocator of the stream; and a CUDA graph that was captured with it keeps it for good.
+    """
+
+    _captured: ClassVar[list[SegmentTables]] = []
+
+    def __init__(self, segments: Segments, device: torch.device):
+        rows = [x for row in segments.table() for x in row]
+        parts = (rows, segments.turns(), segments.firsts, segments.corrected_sequences())
+        self._memory = torch.tensor([x for part in parts for x in part], dtype=torch.int32).to(device)
+        table, self.turns, self.first_segments, self.corrected = self._memory.split([len(part) for part in parts])
+        self.segments = table.view(len(segments), -1)
+        self.needs_correction = self.corrected.numel() > 0
+        self._is_captured = False
+
+    def use(self) -> None:
+        """To be called before the launches that read the tensors."""
+        if self._memory.is_cuda:
+            self._memory.record_stream(torch.cuda.current_stream(self._memory.device))
+            if not self._is_captured and is_capturing(self._memory.device):
+                self._is_captured = True
+                self._captured.append(self)
+
+
 class SplitForward:
     """`fused_forward` by segments, for batches of one content: called with its arguments, on torch's current stream."""
 
@@ -57,8 +86,7 @@ class SplitForward:
         self.segments = segments
         self._state, self._correct, self._forward = (entries[name] for name in SPLIT_KERNELS)
         self._log_tolerance = log_tolerance(window)
-        self._table = torch.tensor(segments.table(), dtype=torch.int32).to(device)
-        self._first_segments = torch.tensor(segments.firsts, dtype=torch.int32).to(device)
+        self._tables = SegmentTables(segments, device)
         shape = len(segments), num_value_heads
         self.scratch: Layout = ((shape, torch.int32), (shape, torch.float32))
 
@@ -70,13 +98,16 @@ class SplitForward:
 
         o must share no memory with the inputs.
         """
+        tables = self._tables
+        tables.use()
         self._state(
-            k, v, a, log_gates, bounds, self._table, state_rows, initial, starts, decays, o, has_initial,
-            self._log_tolerance, 0,
+            k, v, a, log_gates, bounds, tables.segments, tables.turns, state_rows, initial, starts, decays, o,
+            has_initial, self._log_tolerance, 0,
         )  # fmt: skip
-        self._correct(self._first_segments, starts, decays, bounds, self._table, o)
+        if tables.needs_correction:
+            self._correct(tables.first_segments, tables.corrected, starts, decays, bounds, tables.segments, o)
         self._forward(
-            q, k, v, a, log_gates, bounds, self._table, starts, state_rows, checkpoint_rows, initial, final,
+            q, k, v, a, log_gates, bounds, tables.segments, starts, state_rows, checkpoint_rows, initial, final,
             checkpoints, o, scale, has_initial, has_final, chunks_per_checkpoint,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ import torch
 
 from .config import SPLIT_BACKWARD_KERNELS
 from .segments import Segments
-from .split import log_tolerance
+from .split import SegmentTables, log_tolerance
 
 #: In the order of their launches.
 KERNELS = ("segment_state", "segment_correct", *SPLIT_BACKWARD_KERNELS)
@@ -41,8 +41,7 @@ class SplitBackward:
         self.segments = segments
         self._entries = [entries[name] for name in KERNELS]
         self._log_tolerance = log_tolerance(window)
-        self._table = torch.tensor(segments.table(), dtype=torch.int32).to(device)
-        self._first_segments = torch.tensor(segments.firsts, dtype=torch.int32).to(device)
+        self._tables = SegmentTables(segments, device)
         self._shape = len(segments), num_value_heads
 
     def __call__(
@@ -53,14 +52,18 @@ class SplitBackward:
         starts, ends = (torch.empty(self._shape, dtype=torch.int32, device=q.device) for _ in range(2))
         decays = torch.empty(self._shape, dtype=torch.float32, device=q.device)
         state, correct, gradient, gradient_correct, recompute, backward = self._entries
-        table, firsts = self._table, self._first_segments
+        tables = self._tables
+        tables.use()
+        table, turns, corrected = tables.segments, tables.turns, (tables.first_segments, tables.corrected)
         state(
-            k, v, a, log_gates, bounds, table, sequence_rows, initial, starts, decays, residuals, has_initial,
+            k, v, a, log_gates, bounds, table, turns, sequence_rows, initial, starts, decays, residuals, has_initial,
             self._log_tolerance, 1,
         )  # fmt: skip
-        correct(firsts, starts, decays, bounds, table, residuals)
-        gradient(q, k, do, a, log_gates, bounds, table, dfinal, ends, dv, scale, has_dfinal, self._log_tolerance)
-        gradient_correct(firsts, ends, decays, bounds, table, residuals, dv)
+        if tables.needs_correction:
+            correct(*corrected, starts, decays, bounds, table, residuals)
+        gradient(q, k, do, a, log_gates, bounds, table, turns, dfinal, ends, dv, scale, has_dfinal, self._log_tolerance)
+        if tables.needs_correction:
+            gradient_correct(*corrected, ends, decays, bounds, table, residuals, dv)
         recompute(k, v, a, log_gates, bounds, table, starts, initial, states, residuals, has_initial)
         backward(
             q, k, do, a, log_gates, bounds, table, ends, dfinal, dinitial, dstates, dv, scale, has_dfinal, has_dinitial

@@ -169,6 +169,10 @@ def prim_func(problem: Problem, schedule: Schedule):
         """Where column 0 of a row of dSᵀ is in a state's last two dims."""
         return (row, 0) if v_first else (0, row)
 
+    def segment_of(turn, segments, turns):
+        """The segment of a CTA: all take turns, or those of cut sequences."""
+        return segments[turn, TURN] if stores else turns[turn]
+
     def is_kept(i, warmup):
         """Whether the i-th chunk is the segment's own; those of its warm-up are of the one behind it."""
         return i >= warmup if segmented else True
@@ -187,6 +191,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_dfinal = T.dynamic("num_dfinal")
     num_dinitial = T.dynamic("num_dinitial")
     num_segments = T.dynamic("num_segments")
+    num_turns = T.dynamic("num_turns")
 
     @T.macro
     def run_state(w, chunks, length, seq, head, dv0, has_dfinal, has_dinitial, dfinal, dinitial,
@@ -291,8 +296,8 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.barrier_arrive(z_free[w])
 
     @T.macro
-    def run(block, q, k, do, a, log_gates, bounds, segments, ends, dfinal, dinitial, dstates, dv, scale, has_dfinal,
-            has_dinitial, log_tolerance):  # fmt: skip
+    def run(block, q, k, do, a, log_gates, bounds, segments, turns, ends, dfinal, dinitial, dstates, dv, scale,
+            has_dfinal, has_dinitial, log_tolerance):  # fmt: skip
         k_s = T.alloc_shared((KQ, C, DK), dtype)
         q_s = T.alloc_shared((KQ, C, DK), dtype)
         a_s = T.alloc_shared((NA, C, C), dtype)
@@ -325,7 +330,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (s_s, z_s)})
         gates = T.alloc_local((2,), "float32")  # log₂ γ of two tokens, in the gate warp
 
-        segment = segments[block // (HV * SPLIT), TURN] if segmented else 0
+        segment = segment_of(block // (HV * SPLIT), segments, turns) if segmented else 0
         seq = segments[segment, SEQUENCE] if segmented else block // (HV * SPLIT)
         head = block % (HV * SPLIT) // SPLIT
         dv0 = block % SPLIT * DVT
@@ -341,7 +346,8 @@ def prim_func(problem: Problem, schedule: Schedule):
         if segmented:
             T.pdl_sync()
             if stores:
-                end = ends[segment, head]
+                if first > 0 or count * C < rest:  # whole sequences have no code
+                    end = ends[segment, head]
             else:
                 if count * C < rest:
                     end = T.call_extern(
@@ -434,6 +440,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             log_gates: T.Tensor((num_slots, HV, C), "float32"),
             bounds: T.Tensor((num_bounds,), "int32"),
             segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
+            turns: T.Tensor((num_turns,), "int32"),
             dfinal: T.Tensor((num_dfinal, HV, *state_shape), state_dtype),
             ends: T.Tensor((num_segments, HV), "int32"),
             dv: T.Tensor((num_tokens, HV, DV), dtype),
@@ -441,9 +448,9 @@ def prim_func(problem: Problem, schedule: Schedule):
             has_dfinal: T.int32,
             log_tolerance: T.float32,
         ):
-            with T.Kernel(num_segments * HV * SPLIT, threads=threads, prelude=prelude) as block:
-                run(block, q, k, do, a, log_gates, bounds, segments, ends, dfinal, None, None, dv, scale, has_dfinal,
-                    0, log_tolerance)  # fmt: skip
+            with T.Kernel(num_turns * HV * SPLIT, threads=threads, prelude=prelude) as block:
+                run(block, q, k, do, a, log_gates, bounds, segments, turns, ends, dfinal, None, None, dv, scale,
+                    has_dfinal, 0, log_tolerance)  # fmt: skip
 
         return segment_gradient
 
@@ -468,7 +475,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             has_dinitial: T.int32,
         ):
             with T.Kernel(num_segments * HV * SPLIT, threads=threads, prelude=prelude) as block:
-                run(block, q, k, do, a, log_gates, bounds, segments, ends, dfinal, dinitial, dstates, dv, scale,
+                run(block, q, k, do, a, log_gates, bounds, segments, None, ends, dfinal, dinitial, dstates, dv, scale,
                     has_dfinal, has_dinitial, 0.0)  # fmt: skip
 
         return segment_backward
@@ -490,8 +497,8 @@ def prim_func(problem: Problem, schedule: Schedule):
         has_dinitial: T.int32,
     ):
         with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=threads, prelude=prelude) as block:
-            run(block, q, k, do, a, log_gates, bounds, None, None, dfinal, dinitial, dstates, dv, scale, has_dfinal,
-                has_dinitial, 0.0)  # fmt: skip
+            run(block, q, k, do, a, log_gates, bounds, None, None, None, dfinal, dinitial, dstates, dv, scale,
+                has_dfinal, has_dinitial, 0.0)  # fmt: skip
 
     return backward_state
 

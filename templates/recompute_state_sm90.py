@@ -155,6 +155,12 @@ def prim_func(problem: Problem, schedule: Schedule):
         """Where column 0 of a row of Sᵀ is in a state's last two dims."""
         return (row, 0) if v_first else (0, row)
 
+    def start_code(bounds, segments, starts, seq, segment, head):
+        """`starts` of a segment; whole sequences have none and start from their initial state."""
+        first, count = segments[segment, FIRST], segments[segment, COUNT]
+        is_whole_sequence = T.And(first == 0, count * C >= bounds[seq + 1] - bounds[seq])
+        return T.if_then_else(is_whole_sequence, 0, starts[segment, head])
+
     def is_kept(i, warmup):
         """Whether chunk i is the segment's own; those of its warm-up are of the one before."""
         return i >= warmup if segmented else True
@@ -287,7 +293,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         dv0 = block % SPLIT * DVT
         if segmented:
             T.pdl_sync()
-        start = starts[segment, head] if segmented else 0
+        start = start_code(bounds, segments, starts, seq, segment, head) if segmented else 0
         warmup = T.max(start, 0) if segmented else 0
         chunk0 = segments[segment, FIRST] - warmup if segmented else 0
         token0 = bounds[seq] + chunk0 * C

@@ -7,6 +7,7 @@ With M = γ I + D (`segments_sm90`), transposed as in `segment_state`:
 `segment_state` left S*_r where the start of segment r + 1 belongs, and says in `starts` which segments start from a
 state that only this scan knows (−1).  Where the start of r is known otherwise, S*_r is the start of r + 1 already.
 A CTA takes one (sequence, value head) and 64 columns of d_v, and walks r from the first start it corrects to the last.
+The sequences are those of `cut_sequences`: with fewer than three segments there is nothing to correct.
 
 | role  | warps | per segment, in order                                          | waits for | signals |
 | ----- | ----- | -------------------------------------------------------------- | --------- | ------- |
@@ -71,6 +72,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_tokens = T.dynamic("num_tokens")
     num_segments = T.dynamic("num_segments")
     num_bounds = T.dynamic("num_bounds")
+    num_cut = T.dynamic("num_cut")
 
     def neighbour(segment):
         """The segment whose start (backwards: end) the transfer over ``segment`` gives."""
@@ -81,7 +83,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         return end - 1 - i if backwards else begin + i
 
     @T.macro
-    def run(block, first_segments, codes, decays, bounds, segments, deviations, o):
+    def run(block, first_segments, cut_sequences, codes, decays, bounds, segments, deviations, o):
         d_s = T.alloc_shared((STAGES, DK, DK), dtype)
         T.annotate_layout({d_s: tilelang.layout.make_full_bank_swizzled_layout(d_s)})
         d_full = T.alloc_barrier(arrive_count=[32] * STAGES)
@@ -92,7 +94,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         T.pdl_trigger()
         panel = block % PANELS
         head = block % (HV * PANELS) // PANELS
-        seq = block // (HV * PANELS)
+        seq = cut_sequences[block // (HV * PANELS)]
         token0 = bounds[seq]
         first = first_segments[seq]
         last = first_segments[seq + 1] - 1
@@ -148,7 +150,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                     )  # fmt: skip
                 T.copy(state, state_op)
         else:
-            T.fence_proxy_async()
+            T.call_extern("handle", "qla::fence_proxy_global")  # D came by ordinary stores, of another kernel
             for i in T.serial(end - begin):
                 token = token0 + segments[at(i, begin, end), FIRST] * C
                 for half in T.unroll(2):
@@ -168,6 +170,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         @T.prim_func
         def segment_gradient_correct(
             first_segments: T.Tensor((num_bounds,), "int32"),
+            cut_sequences: T.Tensor((num_cut,), "int32"),
             ends: T.Tensor((num_segments, HV), "int32"),
             decays: T.Tensor((num_segments, HV), "float32"),
             bounds: T.Tensor((num_bounds,), "int32"),
@@ -175,22 +178,23 @@ def prim_func(problem: Problem, schedule: Schedule):
             residuals: T.Tensor((num_tokens, HV, DV), dtype),
             dv: T.Tensor((num_tokens, HV, DV), dtype),
         ):
-            with T.Kernel((num_bounds - 1) * HV * PANELS, threads=160, prelude=prelude) as block:
-                run(block, first_segments, ends, decays, bounds, segments, residuals, dv)
+            with T.Kernel(num_cut * HV * PANELS, threads=160, prelude=prelude) as block:
+                run(block, first_segments, cut_sequences, ends, decays, bounds, segments, residuals, dv)
 
         return segment_gradient_correct
 
     @T.prim_func
     def segment_correct(
         first_segments: T.Tensor((num_bounds,), "int32"),
+        cut_sequences: T.Tensor((num_cut,), "int32"),
         starts: T.Tensor((num_segments, HV), "int32"),
         decays: T.Tensor((num_segments, HV), "float32"),
         bounds: T.Tensor((num_bounds,), "int32"),
         segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
         o: T.Tensor((num_tokens, HV, DV), dtype),
     ):
-        with T.Kernel((num_bounds - 1) * HV * PANELS, threads=160, prelude=prelude) as block:
-            run(block, first_segments, starts, decays, bounds, segments, o, o)
+        with T.Kernel(num_cut * HV * PANELS, threads=160, prelude=prelude) as block:
+            run(block, first_segments, cut_sequences, starts, decays, bounds, segments, o, o)
 
     return segment_correct
 

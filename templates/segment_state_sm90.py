@@ -15,7 +15,8 @@ A CTA owns `columns` of them for one (segment, value head).  It decides by the g
 | `starts[segment, head]` | −1 (see below) or 0 | chunks before    | −1: from its rows of `o`                |
 
 and nothing at all where the window of the next segment holds, or where there is none.  With `for_backward`, key columns
-also run where the gradient that leaves the segment is known to the backward's correction only.  The initial state of a
+also run where the gradient that leaves the segment is known to the backward's correction only.  CTAs take the segments
+of cut sequences, in the order of `turns`.  The initial state of a
 cut sequence is copied to its first segment's rows, because the final state may be written over it before that one
 starts.
 
@@ -36,7 +37,7 @@ from qla_jit.template import SharedBuffer, Template, Work
 
 from .fragments_sm90 import FRAGMENTS_CUDA
 from .operands_sm90 import operands_role
-from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN, deviation_tile
+from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, deviation_tile
 
 NAME = "segment_state_sm90"
 STAGES_A = 2
@@ -169,6 +170,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_slots = T.dynamic("num_slots")
     num_bounds = T.dynamic("num_bounds")
     num_segments = T.dynamic("num_segments")
+    num_turns = T.dynamic("num_turns")
     num_initial = T.dynamic("num_initial")
     num_sequences = T.dynamic("num_sequences")
 
@@ -242,6 +244,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         log_gates: T.Tensor((num_slots, HV, C), "float32"),
         bounds: T.Tensor((num_bounds,), "int32"),
         segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
+        turns: T.Tensor((num_turns,), "int32"),
         state_rows: T.Tensor((num_sequences,), "int32"),
         initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
         starts: T.Tensor((num_segments, HV), "int32"),
@@ -251,7 +254,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         log_tolerance: T.float32,
         for_backward: T.int32,
     ):
-        with T.Kernel(num_segments * HV * PARTS, threads=threads, prelude=FRAGMENTS_CUDA + SEGMENTS_CUDA) as block:
+        with T.Kernel(num_turns * HV * PARTS, threads=threads, prelude=FRAGMENTS_CUDA + SEGMENTS_CUDA) as block:
             k_s = T.alloc_shared((KS, C, DK), dtype)
             a_s = T.alloc_shared((NA, C, C), dtype)
             v_s = T.alloc_shared((NV, C, COLUMNS), dtype)
@@ -281,7 +284,7 @@ def prim_func(problem: Problem, schedule: Schedule):
 
             part = block % PARTS
             head = block % (HV * PARTS) // PARTS
-            segment = segments[block // (HV * PARTS), TURN]
+            segment = turns[block // (HV * PARTS)]
             seq = segments[segment, SEQUENCE]
             first = segments[segment, FIRST]
             count = segments[segment, COUNT]
@@ -305,7 +308,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                     T.min(count, first + count - 1), log_tolerance,
                 )  # fmt: skip
             end_window = 0
-            if for_backward != 0 and next_window < 0:
+            if for_backward != 0 and not is_last:
                 end_window = T.call_extern(
                     "int32", "qla::warmup_chunks",
                     T.access_ptr(log_gates[seq_slot0 + first + count - 1, head, C - 1], "r"), -HV * C,
@@ -317,8 +320,13 @@ def prim_func(problem: Problem, schedule: Schedule):
                 starts[segment, head] = T.if_then_else(keeps_start, -1, window)
             chunks = 0
             skipped = T.if_then_else(part < PARTS_V, T.max(window, 0), 0)
-            if next_window < 0 and (part < PARTS_V or (first > 0 and (window < 0 or end_window < 0))):
-                chunks = count + skipped
+            if part < PARTS_V:
+                if next_window < 0:
+                    chunks = count + skipped
+            elif first > 0:
+                # The backward sums gates the other way round, so its windows do not follow from next_window.
+                if (next_window < 0 and window < 0) or end_window < 0:
+                    chunks = count
             token0 = seq_token0 + (first - skipped) * C
             slot0 = seq_slot0 + first - skipped
             segment_token = seq_token0 + first * C

@@ -68,6 +68,9 @@ __device__ __forceinline__ int warmup_chunks(const float* gates, int pitch, int 
   return -1;
 }
 
+// Orders what was stored to device memory before it with tensor copies that read it after.
+__device__ __forceinline__ void fence_proxy_global() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // The 16-byte unit `index` of this thread in the start state of its panel: 128 threads side by side, 8 units a token.
 template <typename Element>
 __device__ __forceinline__ float4* panel_unit(Element* panel, int pitch, int index) {

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qla_jit import Workspace, dispatch, launch, op, workspace_bytes
+from qla_jit import Workspace, dispatch, launch, op, split, workspace_bytes
 from qla_jit.config import SPLIT_KERNELS, OpConfig
 from qla_jit.db import open_db
 from qla_jit.errors import InputError, UnsupportedError
 from qla_jit.registry import select
-from qla_jit.split import EXACT, SplitForward, log_tolerance
+from qla_jit.segments import cut
+from qla_jit.split import EXACT, SegmentTables, SplitForward, log_tolerance
 
 CONFIG = OpConfig(2, 4, 64, 64)
 CPU = torch.device("cpu")
@@ -67,6 +68,8 @@ def test_the_kernels_of_a_split_run_in_order_and_pass_their_scratch_on(compiled,
     table = given["segment_state"]["segments"]
     assert table.dtype == torch.int32 and table.tolist() == [list(row) for row in forward.segments.table()]
     assert given["segment_correct"]["first_segments"].tolist() == [0, 5, 6]
+    assert given["segment_correct"]["cut_sequences"].tolist() == forward.segments.corrected_sequences() == [0]
+    assert given["segment_state"]["turns"].tolist() == forward.segments.turns() == [0, 1, 2, 3, 4]
     for name in ("starts", "decays"):
         first = given["segment_state"][name]
         assert first.shape == (len(forward.segments), 4) and first is given["segment_correct"][name]
@@ -95,6 +98,31 @@ def test_a_graph_capture_splits_only_what_was_planned_before(planned, monkeypatc
     assert not isinstance(planned.choose((0, 1300), CPU, True), SplitForward)
     monkeypatch.undo()
     assert isinstance(planned._chosen[CU, CPU, EXACT], SplitForward)
+
+
+def test_a_cut_for_the_first_time_within_a_capture_is_refused(compiled, monkeypatch):
+    monkeypatch.setattr(op.device_indices, "is_capturing", lambda device: True)
+    with pytest.raises(InputError, match="call once with these lengths before the capture"):
+        compiled.split(CU, 5, CPU)
+
+
+def test_two_segments_launch_no_correction(compiled, launches):
+    compiled(*tokens(700), torch.tensor([0, 700], dtype=torch.int32), forward=compiled.split((0, 700), 6, CPU))
+    assert [name for name, _ in launches] == ["kkt_inverse", "segment_state", "segment_forward"]
+
+
+def test_tables_of_a_captured_split_stay(monkeypatch):
+    """A graph reads them in every replay, whatever is forgotten here meanwhile."""
+    tables = SegmentTables(cut([1300], 64, 5), CPU)
+    monkeypatch.setattr(SegmentTables, "_captured", [])
+    tables._memory = SimpleNamespace(is_cuda=True, device=CPU, record_stream=lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    tables.use()
+    assert SegmentTables._captured == []
+    monkeypatch.setattr(split, "is_capturing", lambda device: True)
+    for _ in range(2):
+        tables.use()
+    assert SegmentTables._captured == [tables]
 
 
 def test_nothing_is_split_without_models_of_every_kernel(compiled):

@@ -141,6 +141,13 @@ def test_a_cut_sequence_has_no_segment_below_the_least():
                 assert len(s) == max(1, min(-(-chunks // limit), chunks // least))
 
 
+def test_only_cut_sequences_take_turns_and_only_three_segments_need_a_correction():
+    s = cut([16 * 2, 16 * 11, 5, 0, 16 * 8], 16, 4)
+    assert s.firsts == (0, 1, 4, 5, 6, 8)
+    assert s.turns() == [1, 2, 6, 7, 3] and s.corrected_sequences() == [1]
+    assert cut([64, 0], 16, 4).turns() == [] and cut([16 * 8], 16, 4).corrected_sequences() == []
+
+
 def test_the_table_lists_every_segment_and_gives_each_its_turn():
     s = cut([16 * 2, 16 * 11, 5], 16, 4)
     assert s.table() == [(0, 0, 2, 1), (1, 0, 4, 2), (1, 4, 4, 3), (1, 8, 3, 0), (2, 0, 1, 4)]
