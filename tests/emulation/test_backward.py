@@ -84,7 +84,7 @@ def test_all_gradients_are_those_of_the_recurrence(gates, lengths, group, states
 )
 def test_a_split_backward_gives_the_gradients_of_the_recurrence(gates, heads, window, states, seed):
     config = OpConfig(1, heads, 64, 64)
-    lengths = (900, 0, 70, 530)
+    lengths = (0, 800, 40)
     x = make_inputs(lengths, 1, heads, 64, 64, gates=gates, seed=9)
     gen = torch.Generator().manual_seed(10)
     do = torch.randn(x.v.shape, generator=gen).bfloat16()
