@@ -11,11 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from kernels import Kernel
+from kernels import Kernel, build_into
 
 from qla_jit import build, toolchain
 from qla_jit.artifacts import Artifact, ArtifactStore
-from qla_jit.errors import QlaError
 
 JOBS = 2
 TIMEOUT_S = 600
@@ -29,15 +28,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.codegen)
             if tools.nvcc is None and "kernel" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="needs nvcc to compile, and none was found"))
-
-
-def _build(kernel, root: str) -> str | None:
-    """What went wrong with a build, or None; runs in a process of its own."""
-    try:
-        build.ensure(kernel.spec, ArtifactStore(root))
-    except QlaError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +45,7 @@ def built(request, cache) -> dict:
         wanted += [value for name, value in params.items() if name == "kernel" and isinstance(value, Kernel)]
     wanted = sorted(dict.fromkeys(wanted), key=lambda k: not k.template.startswith("fused"))  # the slow ones first
     with ProcessPoolExecutor(JOBS, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {kernel: pool.submit(_build, kernel, str(cache.root)) for kernel in wanted}
+        futures = {kernel: pool.submit(build_into, kernel, str(cache.root)) for kernel in wanted}
         return {kernel: future.result(TIMEOUT_S) for kernel, future in futures.items()}
 
 

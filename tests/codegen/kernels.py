@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qla_jit import registry
+from qla_jit import build, registry
+from qla_jit.artifacts import ArtifactStore
 from qla_jit.config import OpConfig
+from qla_jit.errors import QlaError
 from qla_jit.spec import KernelSpec
 
 
@@ -60,3 +62,12 @@ VARIANTS = (
     ),
 )
 ALL = tuple(dict.fromkeys(HOPPER + DEFAULTS + VARIANTS))
+
+
+def build_into(kernel: Kernel, root: str) -> str | None:
+    """What went wrong with a build, or None; runs in a process of its own."""
+    try:
+        build.ensure(kernel.spec, ArtifactStore(root))
+    except QlaError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
