@@ -34,6 +34,7 @@ from qla_jit.template import SharedBuffer, Template, Work
 from .fragments_sm90 import DECAY_FLOATS, FRAGMENTS_CUDA
 from .operands_sm90 import two_step_operands_role
 from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN
+from .warp_groups_sm90 import launch_registers, register_rules
 
 NAME = "fused_forward_sm90"
 STAGES_A = 2
@@ -104,23 +105,6 @@ def work(problem: Problem, schedule: Schedule) -> Work:
     return Work(flops=state + operands, bytes_read=read, bytes_written=2 * c * dv)
 
 
-def launch_registers(table: tuple[Role, ...]) -> int:
-    """Registers per thread that the launch reserves for every role: the register file over all threads, by eights."""
-    return 65536 // sum(r.threads for r in table) // 8 * 8
-
-
-def _registers_fit(problem: Problem, schedule: Schedule, arch) -> str | None:
-    table = roles(problem, schedule)
-    pool, asked = len(table) * launch_registers(table), sum(r.registers for r in table)
-    return f"warp groups ask for {asked} registers per lane, the launch reserves {pool}" if asked > pool else None
-
-
-def _registers_used(problem: Problem, schedule: Schedule, arch) -> str | None:
-    table = roles(problem, schedule)
-    pool, asked = len(table) * launch_registers(table), sum(r.registers for r in table)
-    return f"warp groups use {asked} of {pool} registers per lane; other splits use more" if asked < pool - 64 else None
-
-
 def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
     tile = dv_tile(problem, schedule)
     return f"head_dim_v / dv_split = {tile} is not 64 or 128" if tile not in (64, 128) else None
@@ -128,8 +112,7 @@ def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
 
 RULES = (
     Rule("dv_tile_is_one_or_two_groups", _whole_groups),
-    Rule("warp_groups_fit_the_launch", _registers_fit),
-    Rule("warp_groups_use_the_launch", _registers_used),
+    *register_rules(roles),
 )
 
 
@@ -474,7 +457,7 @@ TEMPLATE = Template(
     barriers=barriers,
     work=work,
     prim_func=prim_func,
-    sources=("fused_forward_sm90.py", "operands_sm90.py", "fragments_sm90.py"),
+    sources=("fused_forward_sm90.py", "operands_sm90.py", "warp_groups_sm90.py", "fragments_sm90.py"),
     unsupported=unsupported,
     adapt=adapt,
     pass_configs={"TL_DISABLE_THREAD_STORAGE_SYNC": True, "TL_ENABLE_FAST_MATH": True},

@@ -15,11 +15,5 @@ TEMPLATE = replace(
     fused_forward_sm90.TEMPLATE,
     kernel="segment_forward",
     name="segment_forward_sm90",
-    sources=(
-        "segment_forward_sm90.py",
-        "fused_forward_sm90.py",
-        "operands_sm90.py",
-        "segments_sm90.py",
-        "fragments_sm90.py",
-    ),
+    sources=("segment_forward_sm90.py", "segments_sm90.py", *fused_forward_sm90.TEMPLATE.sources),
 )
