@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from .config import Problem
 from .errors import InputError
+from .templates.segments_sm90 import least_segment_tokens
 
 #: What a split may forget unasked: states that gates have since scaled to this share of their norm.  A product with the
 #: state rounds it to bf16, which is up to 2⁻⁹ of each element.
 DEFAULT_WINDOW = 1e-4
+#: The window that forgets nothing.
+EXACT = "exact"
 
 
 class StateItem(NamedTuple):
@@ -117,6 +121,11 @@ class Segments:
     def corrected_sequences(self) -> list[int]:
         """Sequences of three segments or more: the second starts from what a known first one leaves."""
         return [n for n, (first, end) in enumerate(zip(self.firsts, self.firsts[1:])) if end - first > 2]
+
+
+def least_segment_chunks(problem: Problem) -> int:
+    """Chunks that a segment of a cut sequence must have, so that the states that pass fit into its rows of `o`."""
+    return -(-least_segment_tokens(problem) // problem.chunk_size)
 
 
 def cut(lengths: Sequence[int], chunk_size: int, segment_chunks: int | None, unit: int = 1, least: int = 1) -> Segments:

@@ -16,10 +16,9 @@ import torch
 from .config import SPLIT_KERNELS, Problem
 from .device_indices import is_capturing
 from .errors import InputError
-from .segments import Segments, cut
+from .segments import EXACT, Segments, cut, least_segment_chunks
 from .workspace import Layout
 
-EXACT = "exact"
 _NEVER = -3.0e38  # log2 of a tolerance that no sum of gates reaches
 _MARGIN = 1e-4  # of log2 of the tolerance: gates are summed in fp32
 
@@ -30,13 +29,6 @@ def log_tolerance(window: str | float) -> float:
     window: "exact", or the largest factor, in (0, 1), by which the state before a window may still count.
     """
     return _NEVER if window == EXACT else math.log2(window) * (1.0 + _MARGIN)
-
-
-def least_segment_chunks(problem: Problem) -> int:
-    """Chunks that a segment of a cut sequence must have, so that the states that pass fit into its rows of `o`."""
-    from .templates.segments_sm90 import least_segment_tokens
-
-    return -(-least_segment_tokens(problem) // problem.chunk_size)
 
 
 class SegmentTables:

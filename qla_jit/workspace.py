@@ -98,7 +98,7 @@ def workspace_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
 
 def _split_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
     """Of the scratch of a split (`split.SplitForward`) into as many segments as there can be."""
-    from .split import least_segment_chunks
+    from .segments import least_segment_chunks
 
     problem = config.problem("segment_forward")
     least = least_segment_chunks(problem) * problem.chunk_size

@@ -1,4 +1,25 @@
-"""What the Hopper kernels of the backward share beyond `fragments_sm90`: operands in registers leave as tiles."""
+"""What the Hopper kernels of the backward share: the parts of d_v, and operands in registers that leave as tiles."""
+
+from qla_jit.config import Problem
+from qla_jit.schedule import Rule, Schedule
+
+
+def dv_tile(problem: Problem, schedule: Schedule) -> int:
+    """Columns of d_v that one CTA owns."""
+    return problem.head_dim_v // schedule["dv_split"]
+
+
+def state_groups(problem: Problem, schedule: Schedule) -> int:
+    """Warp groups that hold Sᵀ or dSᵀ, 64 rows of d_v each."""
+    return dv_tile(problem, schedule) // 64
+
+
+def _one_or_two_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
+    tile = dv_tile(problem, schedule)
+    return f"head_dim_v / dv_split = {tile} is not 64 or 128" if tile not in (64, 128) else None
+
+
+WHOLE_GROUPS = Rule("dv_tile_is_one_or_two_groups", _one_or_two_groups)
 
 STORES_CUDA = r"""
 namespace qla {

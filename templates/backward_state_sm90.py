@@ -22,10 +22,10 @@ them).  Products, barriers and ptxas' rules as in `fused_forward`.  May start be
 """
 
 from qla_jit.config import Problem
-from qla_jit.schedule import Parameter, Role, Rule, Schedule
+from qla_jit.schedule import Parameter, Role, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
-from .backward_sm90 import STORES_CUDA
+from .backward_sm90 import STORES_CUDA, WHOLE_GROUPS, dv_tile, state_groups
 from .fragments_sm90 import DECAY_FLOATS, FRAGMENTS_CUDA
 from .operands_sm90 import two_step_operands_role
 from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN
@@ -49,16 +49,6 @@ PARAMETERS = (
 def stores_tiles(problem: Problem) -> bool:
     """Whether dSᵀ and Z of every chunk are stored; `segment_gradient` wants the last dSᵀ alone."""
     return problem.kernel != "segment_gradient"
-
-
-def dv_tile(problem: Problem, schedule: Schedule) -> int:
-    """Columns of d_v that one CTA owns."""
-    return problem.head_dim_v // schedule["dv_split"]
-
-
-def state_groups(problem: Problem, schedule: Schedule) -> int:
-    """Warp groups that hold dSᵀ, 64 rows of d_v each."""
-    return dv_tile(problem, schedule) // 64
 
 
 def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
@@ -103,13 +93,8 @@ def work(problem: Problem, schedule: Schedule) -> Work:
     return Work(flops=state + operands, bytes_read=read, bytes_written=written)
 
 
-def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
-    tile = dv_tile(problem, schedule)
-    return f"head_dim_v / dv_split = {tile} is not 64 or 128" if tile not in (64, 128) else None
-
-
 RULES = (
-    Rule("dv_tile_is_one_or_two_groups", _whole_groups),
+    WHOLE_GROUPS,
     *register_rules(roles),
 )
 

@@ -18,10 +18,10 @@ dependent launch).
 """
 
 from qla_jit.config import Problem
-from qla_jit.schedule import Parameter, Role, Rule, Schedule
+from qla_jit.schedule import Parameter, Role, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
-from .backward_sm90 import STORES_CUDA
+from .backward_sm90 import STORES_CUDA, WHOLE_GROUPS, dv_tile, state_groups
 from .fragments_sm90 import FRAGMENTS_CUDA
 from .operands_sm90 import operands_role
 from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN
@@ -40,16 +40,6 @@ PARAMETERS = (
     Parameter("stages_x", (1, 2), 2, "X stages between `operands` and `state`"),
     Parameter("registers", REGISTERS, "40/104/184", "registers per thread of load, operands and each state group"),
 )
-
-
-def dv_tile(problem: Problem, schedule: Schedule) -> int:
-    """Columns of d_v that one CTA owns."""
-    return problem.head_dim_v // schedule["dv_split"]
-
-
-def state_groups(problem: Problem, schedule: Schedule) -> int:
-    """Warp groups that hold the state, 64 columns of d_v each."""
-    return dv_tile(problem, schedule) // 64
 
 
 def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
@@ -91,13 +81,8 @@ def work(problem: Problem, schedule: Schedule) -> Work:
     return Work(flops=flops, bytes_read=read, bytes_written=2 * dk * dv + 2 * c * dv)
 
 
-def _whole_groups(problem: Problem, schedule: Schedule, arch) -> str | None:
-    tile = dv_tile(problem, schedule)
-    return f"head_dim_v / dv_split = {tile} is not 64 or 128" if tile not in (64, 128) else None
-
-
 RULES = (
-    Rule("dv_tile_is_one_or_two_groups", _whole_groups),
+    WHOLE_GROUPS,
     *register_rules(roles),
 )
 

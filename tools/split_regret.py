@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> None:
     from qla_jit import dispatch
     from qla_jit.config import SPLIT_KERNELS, OpConfig
     from qla_jit.numerics import make_inputs
-    from qla_jit.split import least_segment_chunks
+    from qla_jit.segments import least_segment_chunks
     from qla_jit.split_plan import plan_split
 
     sets = {"core": core_batches, "random": random_batches}

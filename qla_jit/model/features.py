@@ -17,7 +17,7 @@ from itertools import accumulate
 from ..config import SPLIT_KERNELS, Problem
 from ..errors import ConfigError
 from ..schedule import Schedule
-from ..templates.segments_sm90 import least_segment_tokens
+from ..segments import least_segment_chunks
 from ..workload import DECAYING_PERCENT, Workload
 from .makespan import makespan
 
@@ -78,11 +78,6 @@ def windowed_heads(num_value_heads: int, share: float) -> int:
 def expected_warmup_chunks(tolerance: float) -> int:
     """Chunks of 64 tokens by which gates of `EXPECTED_DECAY` reach ``tolerance``, in (0, 1)."""
     return max(1, math.ceil(-math.log(tolerance) / EXPECTED_DECAY))
-
-
-def least_segment_chunks(problem: Problem) -> int:
-    """Chunks that a segment of a cut sequence has at least; as `split.least_segment_chunks`, without torch."""
-    return -(-least_segment_tokens(problem) // problem.chunk_size)
 
 
 def chunk_counts(lengths: Sequence[int], chunk_size: int) -> dict[int, int]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from ..config import KERNEL_FIELDS, SPLIT_KERNELS, Problem
 from ..db.lookup import is_current
 from ..schedule import Schedule
+from ..segments import least_segment_chunks
 from ..workload import DECAYING_PERCENT, parse, workload_of
-from .features import Split, least_segment_chunks, longest_segment, num_ctas
+from .features import Split, longest_segment, num_ctas
 from .observation import Observation
 
 

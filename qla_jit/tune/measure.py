@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config import SPLIT_KERNELS, Problem
-from ..model.features import least_segment_chunks
+from ..segments import least_segment_chunks
 from .clocks import Clocks
 
 FLUSH_BYTES = 256 << 20

@@ -8,11 +8,9 @@ import pytest
 
 from qla_jit.config import SPLIT_KERNELS, OpConfig
 from qla_jit.errors import ConfigError
-from qla_jit.model import features
 from qla_jit.model.features import Split, chunk_counts, num_ctas, split_items, steps, windowed_heads
 from qla_jit.registry import select
-from qla_jit.segments import cut
-from qla_jit.split import least_segment_chunks
+from qla_jit.segments import cut, least_segment_chunks
 
 SMS = 132
 
@@ -118,10 +116,11 @@ def test_split_kernels_without_a_split_are_refused():
         steps(forward, default(forward), [32768], SMS)
 
 
-def test_least_segment_is_that_of_the_split_itself():
-    for dims in ((128, 128), (64, 64), (128, 256), (64, 256)):
-        for problem in problems(*dims).values():
-            assert features.least_segment_chunks(problem) == least_segment_chunks(problem)
+@pytest.mark.parametrize(("dims", "chunks"), [((128, 128), 8), ((64, 64), 4), ((128, 256), 6), ((64, 256), 3)])
+def test_least_segment_has_rows_for_its_start_and_its_transfer_matrix(dims, chunks):
+    """Rows of o: 2 K for the state, K for every V / 64 of the 2 K / 64 tiles of D."""
+    for problem in problems(*dims).values():
+        assert least_segment_chunks(problem) == chunks
 
 
 def test_many_lengths_are_merged_without_losing_the_longest_or_the_work():
