@@ -84,19 +84,25 @@ class Case:
         self.reference, self._wanted = (lambda: other.wanted), None
         self.prepare, self.read = other.prepare, other.read
 
+    def written(self) -> dict[str, torch.Tensor]:
+        """Copies of the outputs in the form of ``wanted``, without what may hold anything: equal from run to run."""
+        found = self.read(self.tensors)
+        return {name: self._specified(name, found[name]).clone() for name in self.wanted}
+
     def error(self) -> float:
         """Largest relative error over the outputs, that of fp32 outputs in units in which their bound is `tolerance`;
         inf if any is not finite."""
         worst, found = 0.0, self.read(self.tensors)
         for name, want in self.wanted.items():
-            got = found[name]
-            if name in OF_SLOTS:
-                got, want = got[self.owned], want[self.owned]
-            if name == "a":
-                got = launch.without_upper_quarter(got)
-            error = relative_error(got, want)
+            error = relative_error(*(self._specified(name, x) for x in (found[name], want)))
             worst = max(worst, error * self.tolerance / FP32_TOLERANCE.get(name, self.tolerance))
         return worst
+
+    def _specified(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The part of an output that a kernel has to write."""
+        if name in OF_SLOTS:
+            x = x[self.owned]
+        return launch.without_upper_quarter(x) if name == "a" else x
 
 
 def make_case(

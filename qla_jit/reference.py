@@ -235,11 +235,10 @@ def warmup_chunks_reference(
     limit = math.log(tolerance) if tolerance else -math.inf
     counts = torch.zeros(len(segments), g.shape[2], dtype=torch.int64, device=g.device)
     for segment, (start, before) in enumerate(zip(segments.bounds, segments.first_chunks)):
-        total = gates.new_zeros(g.shape[2])
-        for end in range(start, start - before * chunk, -chunk):
-            short = total > limit
-            counts[segment] += short
-            total = total + gates[end - chunk : end].sum(0).where(short, 0.0)
+        of_chunks = gates[start - before * chunk : start].unflatten(0, (before, chunk)).sum(1) if before else gates[:0]
+        # The nearest chunk first; each needs to run if those nearer leave more than the tolerance.
+        left = torch.cat([gates.new_zeros(1, g.shape[2]), of_chunks.flip(0)]).cumsum(0)[:before]
+        counts[segment] = (left > limit).to(torch.int64).cumprod(0).sum(0)
     return counts
 
 

@@ -7,7 +7,10 @@ check do not share an error.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -29,50 +32,87 @@ def _accumulator_order(dim_k: int) -> torch.Tensor:
     return (value // 4 * 128 + thread) * 4 + value % 4
 
 
-def _panel(o: torch.Tensor, first: int, rows: int, head: int, panel: int) -> torch.Tensor:
-    return o[first : first + rows, head, panel * 64 : panel * 64 + 64]
+def _panel(o: torch.Tensor, first: int, rows: int, heads: torch.Tensor, panel: int) -> torch.Tensor:
+    """Rows of one 64-column panel, ``[heads, rows, 64]``: a copy."""
+    return o[first : first + rows, heads, panel * 64 : panel * 64 + 64].transpose(0, 1)
 
 
-def write_state(o: torch.Tensor, token: int, head: int, state: torch.Tensor) -> None:
-    """Put the start state ``[K, V]`` of the segment that starts at ``token`` into o ``[T, HV, V]``."""
-    dim_k, dim_v = state.shape
-    order = _accumulator_order(dim_k).to(o.device)
+def _set_panel(o: torch.Tensor, first: int, heads: torch.Tensor, panel: int, values: torch.Tensor) -> None:
+    """Put ``[heads, rows, 64]`` where `_panel` finds it."""
+    o[first : first + values.shape[1], heads, panel * 64 : panel * 64 + 64] = values.transpose(0, 1)
+
+
+def write_states(o: torch.Tensor, token: int, heads: torch.Tensor, states: torch.Tensor) -> None:
+    """Put start states ``[heads, K, V]`` of the segment that starts at ``token`` into o ``[T, HV, V]``."""
+    dim_k, dim_v = states.shape[1:]
+    order = _accumulator_order(dim_k).flatten().to(o.device)
     for panel in range(dim_v // 64):
-        floats = torch.empty(64 * dim_k, dtype=torch.float32, device=o.device)
-        floats[order] = state[:, panel * 64 : panel * 64 + 64].T.float()
-        _panel(o, token, 2 * dim_k, head, panel).copy_(floats.view(o.dtype).view(2 * dim_k, 64))
+        floats = torch.empty(len(heads), 64 * dim_k, dtype=torch.float32, device=o.device)
+        floats[:, order] = states[..., panel * 64 : panel * 64 + 64].mT.float().flatten(1)
+        _set_panel(o, token, heads, panel, floats.view(o.dtype).view(-1, 2 * dim_k, 64))
 
 
-def read_state(o: torch.Tensor, token: int, head: int, dim_k: int) -> torch.Tensor:
-    """``[K, V]`` fp32: the inverse of `write_state`."""
-    order = _accumulator_order(dim_k).to(o.device)
+def read_states(o: torch.Tensor, token: int, heads: torch.Tensor, dim_k: int) -> torch.Tensor:
+    """``[heads, K, V]`` fp32: the inverse of `write_states`."""
+    order = _accumulator_order(dim_k).flatten().to(o.device)
     panels = [
-        _panel(o, token, 2 * dim_k, head, panel).contiguous().view(torch.float32).flatten()[order]
+        _panel(o, token, 2 * dim_k, heads, panel).contiguous().view(torch.float32).flatten(1)[:, order]
         for panel in range(o.shape[-1] // 64)
     ]
-    return torch.cat(panels).T
+    return torch.cat([panel.view(-1, 64, dim_k) for panel in panels], 1).mT
 
 
-def _tiles(problem: Problem, o: torch.Tensor, token: int, head: int) -> list[torch.Tensor]:
-    """Views of the tiles of D of the segment that starts at ``token``: the rounded ones, then what those lost."""
-    places = [deviation_tile(problem, index) for index in range(2 * problem.head_dim_k // 64)]
-    return [_panel(o, token + row, problem.head_dim_k, head, panel) for row, panel in places]
+def _places(problem: Problem) -> list[tuple[int, int]]:
+    """(row, panel) of the tiles of D of a segment: the rounded ones, then what those lost."""
+    return [deviation_tile(problem, index) for index in range(2 * problem.head_dim_k // 64)]
 
 
-def write_deviation(problem: Problem, o: torch.Tensor, token: int, head: int, deviation: torch.Tensor) -> None:
-    """Put D = M − γ I ``[K, K]`` of the segment that starts at ``token`` into o, rounded and what rounding lost."""
-    tiles, turned = _tiles(problem, o, token, head), deviation.T
+def write_deviations(
+    problem: Problem, o: torch.Tensor, token: int, heads: torch.Tensor, deviations: torch.Tensor
+) -> None:
+    """Put D = M − γ I ``[heads, K, K]`` of the segment that starts at ``token`` into o: rounded, and what that lost."""
+    turned = deviations.mT
     rounded = turned.to(o.dtype)
-    for number, part in enumerate((rounded, (turned - rounded.to(turned.dtype)).to(o.dtype))):
-        for column, of_columns in enumerate(part.split(64, 1)):
-            tiles[number * len(tiles) // 2 + column].copy_(of_columns)
+    lost = (turned - rounded.to(turned.dtype)).to(o.dtype)
+    tiles = (tile for part in (rounded, lost) for tile in part.split(64, -1))
+    for (row, panel), tile in zip(_places(problem), tiles):
+        _set_panel(o, token + row, heads, panel, tile)
 
 
-def read_deviation(problem: Problem, o: torch.Tensor, token: int, head: int) -> torch.Tensor:
-    """``[K, K]`` fp32: the inverse of `write_deviation`."""
-    tiles = [tile.float() for tile in _tiles(problem, o, token, head)]
+def read_deviations(problem: Problem, o: torch.Tensor, token: int, heads: torch.Tensor) -> torch.Tensor:
+    """``[heads, K, K]`` fp32: the inverse of `write_deviations`."""
+    dim_k = problem.head_dim_k
+    tiles = [_panel(o, token + row, dim_k, heads, panel).float() for row, panel in _places(problem)]
     half = len(tiles) // 2
-    return (torch.cat(tiles[:half], 1) + torch.cat(tiles[half:], 1)).T
+    return (torch.cat(tiles[:half], -1) + torch.cat(tiles[half:], -1)).mT
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Some (segment, head) pairs, segment by segment: indices into ``[segments, HV, ...]``, and heads per segment."""
+
+    segments: torch.Tensor
+    heads: torch.Tensor
+    by_segment: list[tuple[int, torch.Tensor]]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]], device: torch.device) -> Pairs:
+        ordered = sorted(pairs)
+        index = torch.tensor(ordered, dtype=torch.int64, device=device).view(-1, 2)
+        grouped = itertools.groupby(ordered, key=itemgetter(0))
+        by_segment = [(s, torch.tensor([head for _, head in of], device=device)) for s, of in grouped]
+        return cls(index[:, 0], index[:, 1], by_segment)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def take(self, table: torch.Tensor) -> torch.Tensor:
+        """The pairs' entries of ``[segments, HV, ...]``."""
+        return table[self.segments, self.heads]
+
+    def gather(self, read: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``read(segment, heads)`` of every segment, in the order of `take`."""
+        return torch.cat([read(segment, heads) for segment, heads in self.by_segment])
 
 
 class SplitCase:
@@ -89,7 +129,11 @@ class SplitCase:
         tolerance = None if window == EXACT else window
         self._warmup = warmup_chunks_reference(inputs.g, self.segments, tolerance)
         self.starts = self.segments.starts(problem.num_value_heads, self._warmup.tolist())
-        self.items = sorted(self.segments.state_items(self.starts))
+        items = self.segments.state_items(self.starts)
+        pairs = functools.partial(Pairs.of, device=inputs.g.device)
+        self.items = pairs((item.segment, item.head) for item in items)
+        self.transfers = pairs((item.segment, item.head) for item in items if item.transfer)  # these need D
+        self.unknown = pairs(_negative(self.starts))
         # As kernels have them: the initial state of a cut sequence passes through o too, and whole ones have no code.
         self.cut_firsts = [first for first in self.segments.firsts[:-1] if self.segments.has_successor(first)]
         self.turns = sorted(self.segments.turns())
@@ -97,6 +141,9 @@ class SplitCase:
             [-1 if s in self.cut_firsts else start if s in self.turns else NO_CODE for start in row]
             for s, row in enumerate(self.starts)
         ]
+        self.initial = pairs(itertools.product(self.cut_firsts, range(problem.num_value_heads)))
+        # Where the forward finds a state in o; whole sequences have none there.
+        self.started = pairs(_negative([row if s in self.turns else [0] for s, row in enumerate(self.codes)]))
 
     @functools.cached_property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,28 +158,27 @@ class SplitCase:
         left = segment_state_reference(x.k, x.v, x.g, x.beta, self.segments, self._initial, self._warmup)
         return segment_correct_reference(*left, self.segments, self._initial)[0]
 
+    @functools.cached_property
     def left_states(self) -> torch.Tensor:
         """What `segment_state` leaves of each item: a start state where its own start was known, else S*."""
-        found = [
-            self.plain[0][item.segment, item.head] if item.transfer else self.start_states[item.segment + 1, item.head]
-            for item in self.items
-        ]
-        return torch.stack(found)
+        transfer = self.plain[0].new_zeros(self.plain[0].shape[:2], dtype=torch.bool)
+        transfer[self.transfers.segments, self.transfers.heads] = True
+        left = self.plain[0].clone()
+        left[:-1] = torch.where(transfer[:-1, :, None, None], left[:-1], self.start_states[1:])
+        return self.items.take(left)
 
-    @property
-    def transfers(self) -> list:
-        """Items that need a transfer matrix."""
-        return [item for item in self.items if item.transfer]
+    @functools.cached_property
+    def decays(self) -> torch.Tensor:
+        """γ of every segment ``[segments, HV]`` float64."""
+        lengths = [end - start for start, end in zip(self.segments.bounds, self.segments.bounds[1:])]
+        return torch.stack([part.sum(0) for part in self.inputs.g[0].double().split(lengths)]).exp()
 
-    def decay(self, segment: int, head: int) -> torch.Tensor:
-        """γ of a segment."""
-        bounds = self.segments.bounds
-        return self.inputs.g[0, bounds[segment] : bounds[segment + 1], head].double().sum().exp()
-
-    def deviation(self, segment: int, head: int) -> torch.Tensor:
-        """D = M − γ I of a segment ``[K, K]``."""
-        m = self.plain[1][segment, head]
-        return m - self.decay(segment, head) * torch.eye(m.shape[0], dtype=m.dtype, device=m.device)
+    @functools.cached_property
+    def deviations(self) -> torch.Tensor:
+        """D = M − γ I of the items that need it ``[items, K, K]``."""
+        m = self.transfers.take(self.plain[1])
+        identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+        return m - self.transfers.take(self.decays)[:, None, None] * identity
 
     def token(self, segment: int) -> int:
         """First token of a segment."""
@@ -142,8 +188,8 @@ class SplitCase:
         """Arguments that only the kernels of a split take."""
         heads = self.problem.num_value_heads
         decays = torch.full((len(self.segments), heads), float("nan"), device=device)
-        for item in self.transfers:
-            decays[item.segment, item.head] = self.decay(item.segment, item.head).log2()
+        wanted = self.transfers
+        decays[wanted.segments, wanted.heads] = wanted.take(self.decays).log2().float()
         return {
             "segments": torch.tensor(self.segments.table(), dtype=torch.int32, device=device),
             "first_segments": torch.tensor(self.segments.firsts, dtype=torch.int32, device=device),
@@ -160,19 +206,17 @@ def state_outputs(case: SplitCase, tensors: dict) -> dict[str, torch.Tensor]:
     """What `segment_state` left, as `state_wanted` has it."""
     o, problem = tensors["o"], case.problem
     found = {"starts": tensors["starts"][case.turns].double()}
-    if case.cut_firsts:
-        found["initial_states"] = torch.stack(
-            [read_state(o, case.token(s), h, problem.head_dim_k) for s, h in _heads_of(case, case.cut_firsts)]
+    if case.initial:
+        found["initial_states"] = case.initial.gather(
+            lambda s, heads: read_states(o, case.token(s), heads, problem.head_dim_k)
         )
     if case.items:
-        found["left_states"] = torch.stack(
-            [read_state(o, case.token(i.segment + 1), i.head, problem.head_dim_k) for i in case.items]
+        found["left_states"] = case.items.gather(
+            lambda s, heads: read_states(o, case.token(s + 1), heads, problem.head_dim_k)
         )
     if case.transfers:
-        found["deviations"] = torch.stack(
-            [read_deviation(problem, o, case.token(i.segment), i.head) for i in case.transfers]
-        )
-        found["decays"] = torch.stack([tensors["decays"][i.segment, i.head].exp2() for i in case.transfers])
+        found["deviations"] = case.transfers.gather(lambda s, heads: read_deviations(problem, o, case.token(s), heads))
+        found["decays"] = case.transfers.take(tensors["decays"]).exp2()
     return found
 
 
@@ -182,50 +226,49 @@ def state_wanted(case: SplitCase) -> dict[str, torch.Tensor]:
     found = {
         "starts": torch.tensor(codes, dtype=torch.float64, device=case.inputs.g.device).view(-1, len(case.starts[0]))
     }
-    if case.cut_firsts:
-        found["initial_states"] = torch.stack([case.start_states[s, h] for s, h in _heads_of(case, case.cut_firsts)])
+    if case.initial:
+        found["initial_states"] = case.initial.take(case.start_states)
     if case.items:
-        found["left_states"] = case.left_states()
+        found["left_states"] = case.left_states
     if case.transfers:
-        found["deviations"] = torch.stack([case.deviation(i.segment, i.head) for i in case.transfers])
-        found["decays"] = torch.stack([case.decay(i.segment, i.head) for i in case.transfers])
+        found["deviations"] = case.deviations
+        found["decays"] = case.transfers.take(case.decays)
     return found
 
 
 def write_uncorrected(case: SplitCase, tensors: dict) -> None:
     """Put into o what `segment_correct` reads: all states left, and D of the segments that it corrects by."""
-    for item, state in zip(case.items, case.left_states() if case.items else ()):
-        write_state(tensors["o"], case.token(item.segment + 1), item.head, state)
-    for item in case.transfers:
-        write_deviation(
-            case.problem, tensors["o"], case.token(item.segment), item.head, case.deviation(item.segment, item.head)
-        )
+    if not case.items:
+        return
+    o = tensors["o"]
+    left = case.left_states.split([len(heads) for _, heads in case.items.by_segment])
+    for (segment, heads), states in zip(case.items.by_segment, left):
+        write_states(o, case.token(segment + 1), heads, states)
+    if case.transfers:
+        of_segment = case.deviations.split([len(heads) for _, heads in case.transfers.by_segment])
+        for (segment, heads), deviations in zip(case.transfers.by_segment, of_segment):
+            write_deviations(case.problem, o, case.token(segment), heads, deviations)
 
 
 def write_starts(case: SplitCase, tensors: dict) -> None:
     """Put into o what `segment_forward` reads there: initial states, and start states that the correction made."""
-    for segment, head in _unknown([row if s in case.turns else [0] for s, row in enumerate(case.codes)]):
-        write_state(tensors["o"], case.token(segment), head, case.start_states[segment, head])
+    for segment, heads in case.started.by_segment:
+        write_states(tensors["o"], case.token(segment), heads, case.start_states[segment, heads])
 
 
 def corrected(case: SplitCase, tensors: dict) -> dict[str, torch.Tensor]:
     """The start states that `segment_correct` left."""
-    found = [
-        read_state(tensors["o"], case.token(segment), head, case.problem.head_dim_k)
-        for segment, head in _unknown(case.starts)
-    ]
-    return {"start_states": torch.stack(found)} if found else {}
+    if not case.unknown:
+        return {}
+    read = lambda s, heads: read_states(tensors["o"], case.token(s), heads, case.problem.head_dim_k)
+    return {"start_states": case.unknown.gather(read)}
 
 
 def corrected_wanted(case: SplitCase) -> dict[str, torch.Tensor]:
     """Float64 start states that only the correction knows."""
-    found = [case.start_states[segment, head] for segment, head in _unknown(case.starts)]
-    return {"start_states": torch.stack(found)} if found else {}
+    return {"start_states": case.unknown.take(case.start_states)} if case.unknown else {}
 
 
-def _heads_of(case: SplitCase, segments: Sequence[int]) -> list[tuple[int, int]]:
-    return [(segment, head) for segment in segments for head in range(case.problem.num_value_heads)]
-
-
-def _unknown(starts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def _negative(starts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """(segment, head) of every start that is known to nobody before the correction."""
     return [(s, head) for s, of_heads in enumerate(starts) for head, start in enumerate(of_heads) if start < 0]
