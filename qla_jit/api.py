@@ -5,6 +5,7 @@ CPU tensors run the fp32 chunk form; CUDA tensors run the kernels (`dispatch`, i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from .activation import CAST, Activation
 from .argument_checks import check_gate_parameters
 from .chunk_form import chunk_form
 from .errors import GradientError, InputError, UnsupportedError
-from .segments import DEFAULT_WINDOW
+from .segments import DEFAULT_WINDOW, EXACT
 from .state_checks import check_pool_rows
 from .validate import Call, validate
 from .workspace import Workspace
@@ -76,9 +77,10 @@ def chunk_gated_delta_rule(
     What o and the final state lose is at most the tolerance times the state forgotten, in norm, for keys of norm ≤ 1;
     by default a tolerance far below what 16-bit products round by.  Without a split, and with allow_neg_eigval, whose
     windows the gates alone do not bound, nothing is forgotten.
-    backward: "kernel", or "chunk_form" to run PyTorch's chunk form on CUDA when a gradient is needed.
+    backward: "kernel", or "chunk_form" to run PyTorch's slow chunk form on CUDA when a gradient is needed: of a second
+    order, or where no kernel computes it (V = 256, checkpoints).
     out, final_state_out: o (``[B, T, HV, V]``, q's dtype) and the final state (state_dtype; may be initial_state) are
-    written here.  Contiguous; not when gradients are needed, as state_indices.
+    written here.  Contiguous; not when gradients are needed, as state_indices and checkpoint_every.
     state_indices: ``[N]`` int32 or int64 on q's device.  initial_state is then a pool ``[P, HV, K, V]``, contiguous, of
     which sequence n starts from row ``state_indices[n]``; with output_final_state its final state goes back to that
     row, in place, and the pool is returned.  A negative row: start from zero, write nothing.  state_dtype is that of
@@ -139,10 +141,12 @@ def chunk_gated_delta_rule(
             q, k, g, beta = activation.apply(q, k, g, beta)
         return _run_chunk_form(call, q, k, v, g, beta, initial_state, state_indices, out, final_state_out)
     if needs_grad:
-        raise GradientError(
-            "no input may require a gradient, for there is no backward kernel yet, but one does; "
-            'pass backward="chunk_form" (slow, PyTorch), or call under torch.no_grad().'
-        )
+        _refuse_with_gradients(checkpoint_every=checkpoint_every)
+        if activation is not None:
+            q, k, g, beta = activation.apply(q, k, g, beta)
+        if allow_neg_eigval:
+            call = dataclasses.replace(call, window=EXACT)  # its gates alone do not bound what a window drops
+        return _run_with_gradients(call, q, k, v, g, beta, cu_seqlens, initial_state)
     if g.dtype == torch.float64 or not g.is_contiguous():
         g = g.float().contiguous()
     if beta.dtype == torch.float64 or not beta.is_contiguous():
@@ -154,6 +158,15 @@ def chunk_gated_delta_rule(
     return _forward_cuda()(
         call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace, activation
     )
+
+
+def _run_with_gradients(call: Call, q, k, v, g, beta, cu_seqlens, initial_state):
+    from .autograd import chunk_gated_delta_rule_cuda
+
+    if initial_state is not None:
+        initial_state = initial_state.to(call.state_dtype)
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g.float(), beta.float()))
+    return chunk_gated_delta_rule_cuda(call, q, k, v, g, beta, cu_seqlens, initial_state)
 
 
 @functools.cache

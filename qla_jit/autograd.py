@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import device_indices, dispatch
+from .errors import GradientError, UnsupportedError
 from .validate import Call
 
 
@@ -30,11 +31,22 @@ def chunk_gated_delta_rule_cuda(
     return _ChunkGatedDeltaRule.apply(call, cu_seqlens, q, k, v, g, beta, initial_state)
 
 
+def _require_backward(call: Call) -> None:
+    """Refuse before the forward what the backward could not answer."""
+    try:
+        dispatch.compiled_backward(dispatch.config_of(call))
+    except UnsupportedError as error:
+        raise GradientError(
+            f"a backward kernel must exist where an input requires a gradient, but {error} "
+            'Pass backward="chunk_form" (slow, PyTorch), or call under torch.no_grad().'
+        ) from error
+
+
 class _ChunkGatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, cu_seqlens, q, k, v, g, beta, initial_state):
         ctx.set_materialize_grads(False)
-        dispatch.compiled_backward(dispatch.config_of(call))  # refuses now what it could not answer later
+        _require_backward(call)
         ctx.call = call
         ctx.save_for_backward(q, k, v, g, beta, initial_state, device_indices.bounds(call, cu_seqlens))
         o, final = dispatch.forward_cuda(

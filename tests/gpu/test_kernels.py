@@ -36,6 +36,8 @@ def configs(kernel):
 def kernels():
     """(template name, problem) of every template that runs on Hopper, the portable ones at both chunk sizes."""
     for template in registry.templates().values():
+        if template.kernel not in harness.KERNELS:
+            continue
         for config in configs(template.kernel):
             for chunk_size in (64,) if template.kernel in UNCHUNKED_KERNELS else (64, 32):
                 problem = config.problem(template.kernel, chunk_size)

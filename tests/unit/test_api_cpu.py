@@ -264,28 +264,60 @@ def test_kernels_are_told_what_to_do_to_the_inputs_and_do_it(launched):
     assert all(g.dtype == torch.float32 and g.is_contiguous() for g in gates)
 
 
+@pytest.fixture
+def differentiated():
+    """Calls that reach the node of PyTorch's graph, by their arguments."""
+    with mock.patch("qla_jit.autograd.chunk_gated_delta_rule_cuda", return_value=("o", None)) as node:
+        yield node
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_a_gradient_of_a_gate_parameter_is_refused_on_a_card(launched):
+def test_a_gradient_of_a_gate_parameter_goes_through_the_activation(launched, differentiated):
     rates = torch.zeros(4, device="cuda", requires_grad=True)
-    with pytest.raises(GradientError, match='backward="chunk_form"'):
-        chunk_gated_delta_rule(**on_card(), use_gate_in_kernel=True, A_log=rates)
     chunk_gated_delta_rule(**on_card(), A_log=rates)  # not used
     with torch.no_grad():
         chunk_gated_delta_rule(**on_card(), use_gate_in_kernel=True, A_log=rates)
-    assert [call[-1] is None for call in launched] == [True, False]
+    assert [call[-1] is None for call in launched] == [True, False] and not differentiated.called
+    activated = tuple(on_card()[name] for name in ("q", "k", "g", "beta"))  # a graph of fake tensors needs a card
+    with mock.patch("qla_jit.api.Activation.apply", return_value=activated) as apply:
+        chunk_gated_delta_rule(**on_card(), use_gate_in_kernel=True, A_log=rates)
+    _, q, k, _, g, beta, *_ = differentiated.call_args.args
+    assert apply.called and all(a is b for a, b in zip((q, k, g, beta), activated)) and len(launched) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
-def test_gradients_on_a_card_are_refused(launched, name):
+def test_a_gradient_on_a_card_takes_the_node_of_the_graph(launched, differentiated, name):
     given = on_card(initial_state=torch.zeros(1, 4, 64, 128, device="cuda"))
     given[name].requires_grad_()
-    with pytest.raises(GradientError, match='backward="chunk_form"'):
-        chunk_gated_delta_rule(**given)
+    chunk_gated_delta_rule(**given)
     assert not launched
+    _, q, k, v, g, beta, cu_seqlens, initial = differentiated.call_args.args
+    assert cu_seqlens is None
+    found = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial)
+    assert [key for key, x in found.items() if x.requires_grad] == [name]
     with torch.no_grad():
         chunk_gated_delta_rule(**given)
     assert len(launched) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_gradients_of_beta_up_to_two_know_no_window(differentiated):
+    given = on_card()
+    given["v"].requires_grad_()
+    activated = tuple(given[name] for name in ("q", "k", "g", "beta"))
+    for more, window in ((dict(), 1e-4), (dict(allow_neg_eigval=True), "exact")):
+        with mock.patch("qla_jit.api.Activation.apply", return_value=activated):
+            chunk_gated_delta_rule(**given, use_beta_sigmoid_in_kernel=True, **more)
+        assert differentiated.call_args.args[0].window == window
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_gradients_with_checkpoints_are_refused_on_a_card(launched):
+    given = on_card()
+    given["q"].requires_grad_()
+    with pytest.raises(GradientError, match="checkpoint_every is None"):
+        chunk_gated_delta_rule(**given, cu_seqlens_cpu=None, checkpoint_every=64)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
