@@ -302,7 +302,7 @@ def test_a_gradient_on_a_card_takes_the_node_of_the_graph(launched, differentiat
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_gradients_of_beta_up_to_two_know_no_window(differentiated):
+def test_gradients_of_beta_up_to_two_know_no_window(launched, differentiated):
     given = on_card()
     given["v"].requires_grad_()
     activated = tuple(given[name] for name in ("q", "k", "g", "beta"))
