@@ -71,7 +71,8 @@ def assert_close(got, want, limits):
             assert relative_error(one, other) < 3 * limits[name] or other.norm() < 1e-6 * b.norm(), (name, head)
 
 
-LIMITS = dict.fromkeys(NAMES, 6e-3) | {"g": 1.3e-2, "beta": 8e-3}
+#: Of g more: its gradient is a difference of sums, of which one is a product of two states in 16 bits.
+LIMITS = dict.fromkeys(NAMES, 6e-3) | {"g": 2e-2, "beta": 8e-3}
 
 
 @pytest.mark.parametrize("gates", ["none", "mild", "bench", "violent"])
