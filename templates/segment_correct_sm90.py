@@ -9,13 +9,15 @@ state that only this scan knows (−1).  Where the start of r is known otherwise
 A CTA takes one (sequence, value head) and 64 columns of d_v, and walks r from the first start it corrects to the last.
 The sequences are those of `cut_sequences`: with fewer than three segments there is nothing to correct.
 
-| role  | warps | per segment, in order                                          | waits for | signals |
-| ----- | ----- | -------------------------------------------------------------- | --------- | ------- |
-| state | 4     | S* loaded; S D by rounded D, then by what that lost; S to `o`  | d_full    | d_free  |
-| load  | 1     | both tiles of D by TMA                                         | d_free    | d_full  |
+| role  | warps | per segment, in order                                                | waits for | signals |
+| ----- | ----- | -------------------------------------------------------------------- | --------- | ------- |
+| load  | 1     | both tiles of D and S* by TMA                                        | free      | full    |
+| state | 4     | S D by rounded D and by what that lost; S* added; S to `o`           | full      | free    |
 
-Stages: `stages_d`, each one [d_k, d_k] tile of D.  S is rounded for the products as it is in the forward itself.
-May start before `segment_state` has ended; its own dependents may start at once (programmatic dependent launch).
+Stages: `stages`, each one segment's [d_k, d_k] tiles of D and its [64, d_k] fp32 S*, which the load warp brings before
+the state group needs them: what a segment takes is the product of a state and D, not the way to memory and back.
+S is rounded for the products as it is in the forward itself.  May start before `segment_state` has ended; its own
+dependents may start at once (programmatic dependent launch).
 """
 
 from qla_jit.config import Problem
@@ -23,24 +25,50 @@ from qla_jit.schedule import Parameter, Role, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
 from .fragments_sm90 import FRAGMENTS_CUDA
-from .segments_sm90 import FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, deviation_tile, panels
+from .segments_sm90 import FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, deviation_tile, panels, state_tokens
 
 NAME = "segment_correct_sm90"
 
-PARAMETERS = (Parameter("stages_d", (2, 4, 6), 4, "tiles of D in flight; a segment has two"),)
+PARAMETERS = (Parameter("stages", (1, 2), 2, "segments in flight"),)
+
+SCAN_CUDA = r"""
+namespace qla {
+
+// out[0], out[1] <- the first segment of first + 1 ... last - 1 after which the scan corrects a start, and one past the
+// last: those with a code < 0 whose neighbour has one, too; last and first if there is none.  By every warp alike.
+__device__ __forceinline__ void corrected_segments(int* out, const int* codes, int pitch, int first, int last,
+                                                   int neighbour) {
+  out[0] = last;
+  out[1] = first;
+  for (int base = first + 1; base < last; base += 32) {
+    const int segment = base + (threadIdx.x & 31);
+    const bool corrects =
+        segment < last && codes[segment * pitch] < 0 && codes[(segment + neighbour) * pitch] < 0;
+    const unsigned found = __ballot_sync(0xffffffffu, corrects);
+    if (found == 0u) continue;
+    out[0] = min(out[0], base + __ffs(found) - 1);
+    out[1] = base + 32 - __clz(found);
+  }
+}
+
+}  // namespace qla
+"""
 
 
 def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
-    return (Role("scan", 5, 248, "warps 0 to 3: 64 columns of S; warp 4: TMA loads of D"),)
+    return (Role("scan", 5, 248, "warps 0 to 3: 64 columns of S; warp 4: TMA loads of D and S*"),)
 
 
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
-    return (SharedBuffer("d", schedule["stages_d"] * problem.head_dim_k**2, 2),)
+    return (
+        SharedBuffer("d", schedule["stages"] * 2 * problem.head_dim_k**2, 2),
+        SharedBuffer("added", schedule["stages"] * 64 * problem.head_dim_k, 4),
+    )
 
 
 def barriers(problem: Problem, schedule: Schedule) -> int:
     """mbarriers of a CTA: full and free of the ring."""
-    return 2 * schedule["stages_d"]
+    return 2 * schedule["stages"]
 
 
 def work(problem: Problem, schedule: Schedule) -> Work:
@@ -63,7 +91,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     import tilelang.language as T
 
     C, DK, DV, HV = problem.chunk_size, problem.head_dim_k, problem.head_dim_v, problem.num_value_heads
-    PANELS, TILES, STAGES = panels(problem), DK // 64, schedule["stages_d"]
+    PANELS, TILES, STAGES, ROWS = panels(problem), DK // 64, schedule["stages"], state_tokens(problem)
     dtype = problem.dtype
     pitch = HV * DV  # of a token in o
     rows = T.GemmWarpPolicy.FullRow
@@ -74,9 +102,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_bounds = T.dynamic("num_bounds")
     num_cut = T.dynamic("num_cut")
 
-    def neighbour(segment):
-        """The segment whose start (backwards: end) the transfer over ``segment`` gives."""
-        return segment - 1 if backwards else segment + 1
+    toward = -1 if backwards else 1  # the neighbour whose start (backwards: end) the transfer over a segment gives
 
     def at(i, begin, end):
         """The i-th segment of the walk over begin … end − 1."""
@@ -84,12 +110,13 @@ def prim_func(problem: Problem, schedule: Schedule):
 
     @T.macro
     def run(block, first_segments, cut_sequences, codes, decays, bounds, segments, deviations, o):
-        d_s = T.alloc_shared((STAGES, DK, DK), dtype)
+        d_s = T.alloc_shared((STAGES, 2, DK, DK), dtype)
+        added_s = T.alloc_shared((STAGES, ROWS, 64), dtype)  # fp32 values, as they lie in o
         T.annotate_layout({d_s: tilelang.layout.make_full_bank_swizzled_layout(d_s)})
-        d_full = T.alloc_barrier(arrive_count=[32] * STAGES)
-        d_free = T.alloc_barrier(arrive_count=[128] * STAGES)
-        begin = T.alloc_var("int32")  # first segment whose end the scan corrects, and one past the last
-        end = T.alloc_var("int32")
+        T.annotate_layout({added_s: tilelang.layout.make_linear_layout(added_s)})
+        full = T.alloc_barrier(arrive_count=[32] * STAGES)
+        free = T.alloc_barrier(arrive_count=[128] * STAGES)
+        corrected = T.alloc_local((2,), "int32")  # first segment after which the scan corrects, and one past the last
 
         T.pdl_trigger()
         panel = block % PANELS
@@ -99,17 +126,20 @@ def prim_func(problem: Problem, schedule: Schedule):
         first = first_segments[seq]
         last = first_segments[seq + 1] - 1
         T.pdl_sync()
-        begin = last
-        end = first
-        for s in T.serial(first + 1, last):
-            if codes[s, head] < 0 and codes[neighbour(s), head] < 0:
-                begin = T.min(begin, s)
-                end = s + 1
+        T.call_extern(
+            "handle", "qla::corrected_segments", corrected.data, T.access_ptr(codes[0, head], "r"), HV, first, last, toward
+        )
+        begin = corrected[0]
+        end = corrected[1]
         if T.get_thread_binding() < 128:
             state = T.alloc_fragment((64, DK), "float32")
             state_op = T.alloc_fragment((64, DK), dtype)
             product = T.alloc_fragment((64, DK), "float32")
             added = T.alloc_local((DK // 2,), "float32")
+            # Of the segment at hand, and of the one after it, read while the products run.
+            takes = T.alloc_var("int32")
+            decay = T.alloc_var("float32")
+            next_token = T.alloc_var("int32")
             if begin < end:
                 T.call_extern(
                     "handle", f"qla::load_panel<{DK}>", state.data,
@@ -117,54 +147,69 @@ def prim_func(problem: Problem, schedule: Schedule):
                 )  # fmt: skip
             else:
                 T.clear(state)
+            takes = T.cast(begin < end, "int32")  # the first and the last of the walk are corrected
+            decay = 0.0
+            next_token = 0
+            if begin < end:
+                decay = decays[at(0, begin, end), head]
+                next_token = token0 + segments[at(0, begin, end) + toward, FIRST] * C
             T.call_extern("handle", f"qla::pin<{DK // 2}>", state.data)
             T.copy(state, state_op)
             for i in T.serial(end - begin):
-                segment = at(i, begin, end)
-                corrected = T.cast(codes[segment, head] < 0 and codes[neighbour(segment), head] < 0, "int32")
-                next_token = token0 + segments[neighbour(segment), FIRST] * C
-                T.call_extern(
-                    "handle", f"qla::load_panel<{DK}>", added.data,
-                    T.access_ptr(o[next_token, head, panel * 64], "r"), pitch,
-                )  # fmt: skip
-                T.barrier_wait(d_full[i * 2 % STAGES], (i * 2 // STAGES) % 2)
+                stage = i % STAGES
+                after = at(T.min(i + 1, end - begin - 1), begin, end)
+                takes_after = T.alloc_var("int32")
+                decay_after = T.alloc_var("float32")
+                token_after = T.alloc_var("int32")
+                takes_after = T.cast(codes[after, head] < 0 and codes[after + toward, head] < 0, "int32")
+                decay_after = decays[after, head]
+                token_after = token0 + segments[after + toward, FIRST] * C
+                T.barrier_wait(full[stage], (i // STAGES) % 2)
                 T.wgmma_gemm(
-                    state_op, d_s[i * 2 % STAGES, :, :], product, transpose_B=backwards, clear_accum=True, policy=rows
+                    state_op, d_s[stage, 0, :, :], product, transpose_B=backwards, clear_accum=True, policy=rows
                 )
-                T.barrier_wait(d_full[(i * 2 + 1) % STAGES], (i * 2 // STAGES) % 2)
                 T.wgmma_gemm(
-                    state_op, d_s[(i * 2 + 1) % STAGES, :, :], product, transpose_B=backwards, clear_accum=False,
-                    policy=rows,
-                )  # fmt: skip
-                T.wait_wgmma(0)
-                T.barrier_arrive(d_free[i * 2 % STAGES])
-                T.barrier_arrive(d_free[(i * 2 + 1) % STAGES])
+                    state_op, d_s[stage, 1, :, :], product, transpose_B=backwards, clear_accum=False, policy=rows
+                )
                 T.call_extern(
-                    "handle", f"qla::advance<{DK}>", state.data, product.data, added.data,
-                    T.exp2(decays[segment, head]), corrected,
-                )  # fmt: skip
-                if corrected != 0:
+                    "handle", f"qla::load_panel<{DK}>", added.data, T.access_ptr(added_s[stage, 0, 0], "r"), 64
+                )
+                T.wait_wgmma(0)
+                T.barrier_arrive(free[stage])
+                T.call_extern(
+                    "handle", f"qla::advance<{DK}>", state.data, product.data, added.data, T.exp2(decay), takes
+                )
+                if takes != 0:
                     T.call_extern(
                         "handle", f"qla::save_panel<{DK}>", state.data,
                         T.access_ptr(o[next_token, head, panel * 64], "w"), pitch,
                     )  # fmt: skip
                 T.copy(state, state_op)
+                takes = takes_after
+                decay = decay_after
+                next_token = token_after
         else:
-            T.call_extern("handle", "qla::fence_proxy_global")  # D came by ordinary stores, of another kernel
+            T.call_extern("handle", "qla::fence_proxy_global")  # D and S* came by ordinary stores, of another kernel
             for i in T.serial(end - begin):
-                token = token0 + segments[at(i, begin, end), FIRST] * C
+                segment = at(i, begin, end)
+                stage = i % STAGES
+                token = token0 + segments[segment, FIRST] * C
+                next_token = token0 + segments[segment + toward, FIRST] * C
+                T.barrier_wait(free[stage], (i // STAGES + 1) % 2)
                 for half in T.unroll(2):
-                    stage = (i * 2 + half) % STAGES
-                    T.barrier_wait(d_free[stage], (i * 2 // STAGES + 1) % 2)
                     for tile in T.unroll(TILES):
                         row, of_panel = deviation_tile(problem, half * TILES + tile)
                         T.tma_copy(
                             deviations[token + row : token + row + DK, head, of_panel * 64 : of_panel * 64 + 64],
-                            d_s[stage, :, tile * 64 : tile * 64 + 64], barrier=d_full[stage],
+                            d_s[stage, half, :, tile * 64 : tile * 64 + 64], barrier=full[stage],
                         )  # fmt: skip
-                    T.barrier_arrive(d_full[stage])
+                T.tma_copy(
+                    o[next_token : next_token + ROWS, head, panel * 64 : panel * 64 + 64], added_s[stage, :, :],
+                    barrier=full[stage],
+                )  # fmt: skip
+                T.barrier_arrive(full[stage])
 
-    prelude = FRAGMENTS_CUDA + SEGMENTS_CUDA
+    prelude = FRAGMENTS_CUDA + SEGMENTS_CUDA + SCAN_CUDA
     if backwards:
 
         @T.prim_func
