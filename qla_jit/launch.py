@@ -39,8 +39,8 @@ ARGUMENTS = {
         "o", "scale", "has_initial", "has_final", "chunks_per_checkpoint",
     ),
     "segment_state": (
-        "k", "v", "a", "log_gates", "bounds", "segments", "turns", "state_rows", "initial", "starts", "decays", "o",
-        "has_initial", "log_tolerance", "for_backward",
+        "k", "v", "a", "log_gates", "turns", "state_rows", "initial", "starts", "decays", "o", "has_initial",
+        "log_tolerance", "for_backward",
     ),
     "segment_correct": ("first_segments", "cut_sequences", "starts", "decays", "bounds", "segments", "o"),
     "segment_forward": (

@@ -18,7 +18,7 @@ from .config import Problem
 from .reference import segment_correct_reference, segment_state_reference, warmup_chunks_reference
 from .segments import Segments
 from .split import EXACT, cut_batch, log_tolerance
-from .templates.segments_sm90 import deviation_tile
+from .templates.segments_sm90 import TURN_FIELDS, deviation_tile
 
 NO_CODE = -99  # where kernels must not look: whole sequences have no code
 
@@ -193,7 +193,7 @@ class SplitCase:
         return {
             "segments": torch.tensor(self.segments.table(), dtype=torch.int32, device=device),
             "first_segments": torch.tensor(self.segments.firsts, dtype=torch.int32, device=device),
-            "turns": torch.tensor(self.segments.turns(), dtype=torch.int32, device=device),
+            "turns": torch.tensor(self.segments.turn_table(), dtype=torch.int32, device=device).view(-1, TURN_FIELDS),
             "cut_sequences": torch.tensor(self.segments.corrected_sequences(), dtype=torch.int32, device=device),
             "starts": torch.tensor(self.codes, dtype=torch.int32, device=device),
             "decays": decays,

@@ -118,6 +118,17 @@ class Segments:
         """Segments of cut sequences, in the order of `forward_order`: those that have anything to do with others."""
         return [s for s in self.forward_order() if self.first_chunks[s] > 0 or self.has_successor(s)]
 
+    def turn_table(self) -> list[tuple[int, ...]]:
+        """What kernels read of `turns`, a row each: see ``TURN_FIELDS`` in `templates.segments_sm90`."""
+        rows = []
+        for s in self.turns():
+            n, first, last = self.sequences[s], self.firsts[self.sequences[s]], self.firsts[self.sequences[s] + 1] - 1
+            before = self.chunks[s - 1] if s > first else 0
+            after = self.chunks[s + 1] if s < last else 0
+            of_sequence = self.first_chunks[last] + self.chunks[last]
+            rows.append((s, n, self.first_chunks[s], self.chunks[s], self.bounds[first], before, after, of_sequence))
+        return rows
+
     def corrected_sequences(self) -> list[int]:
         """Sequences of three segments or more: the second starts from what a known first one leaves."""
         return [n for n, (first, end) in enumerate(zip(self.firsts, self.firsts[1:])) if end - first > 2]

@@ -17,6 +17,7 @@ from .config import SPLIT_KERNELS, Problem
 from .device_indices import is_capturing
 from .errors import InputError
 from .segments import EXACT, Segments, cut, least_segment_chunks
+from .templates.segments_sm90 import SEGMENT_FIELDS, TURN_FIELDS
 from .workspace import Layout
 
 _NEVER = -3.0e38  # log2 of a tolerance that no sum of gates reaches
@@ -41,11 +42,11 @@ class SegmentTables:
     _captured: ClassVar[list[SegmentTables]] = []
 
     def __init__(self, segments: Segments, device: torch.device):
-        rows = [x for row in segments.table() for x in row]
-        parts = (rows, segments.turns(), segments.firsts, segments.corrected_sequences())
+        rows, turns = ([x for row in table for x in row] for table in (segments.table(), segments.turn_table()))
+        parts = (rows, turns, segments.firsts, segments.corrected_sequences())
         self._memory = torch.tensor([x for part in parts for x in part], dtype=torch.int32).to(device)
-        table, self.turns, self.first_segments, self.corrected = self._memory.split([len(part) for part in parts])
-        self.segments = table.view(len(segments), -1)
+        table, turns, self.first_segments, self.corrected = self._memory.split([len(part) for part in parts])
+        self.segments, self.turns = table.view(-1, SEGMENT_FIELDS), turns.view(-1, TURN_FIELDS)
         self.needs_correction = self.corrected.numel() > 0
         self._is_captured = False
 
@@ -93,8 +94,8 @@ class SplitForward:
         tables = self._tables
         tables.use()
         self._state(
-            k, v, a, log_gates, bounds, tables.segments, tables.turns, state_rows, initial, starts, decays, o,
-            has_initial, self._log_tolerance, 0,
+            k, v, a, log_gates, tables.turns, state_rows, initial, starts, decays, o, has_initial,
+            self._log_tolerance, 0,
         )  # fmt: skip
         if tables.needs_correction:
             self._correct(tables.first_segments, tables.corrected, starts, decays, bounds, tables.segments, o)

@@ -56,7 +56,7 @@ class SplitBackward:
         tables.use()
         table, turns, corrected = tables.segments, tables.turns, (tables.first_segments, tables.corrected)
         state(
-            k, v, a, log_gates, bounds, table, turns, sequence_rows, initial, starts, decays, residuals, has_initial,
+            k, v, a, log_gates, turns, sequence_rows, initial, starts, decays, residuals, has_initial,
             self._log_tolerance, 1,
         )  # fmt: skip
         if tables.needs_correction:

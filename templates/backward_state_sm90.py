@@ -28,7 +28,7 @@ from qla_jit.template import SharedBuffer, Template, Work
 from .backward_sm90 import STORES_CUDA, WHOLE_GROUPS, dv_tile, state_groups
 from .fragments_sm90 import DECAY_FLOATS, FRAGMENTS_CUDA
 from .operands_sm90 import two_step_operands_role
-from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN
+from .segments_sm90 import COUNT, FIRST, OF_SEGMENT, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN, TURN_FIELDS
 from .warp_groups_sm90 import launch_registers, register_rules
 
 NAME = "backward_state_sm90"
@@ -139,7 +139,7 @@ def prim_func(problem: Problem, schedule: Schedule):
 
     def segment_of(turn, segments, turns):
         """The segment of a CTA: all take turns, or those of cut sequences."""
-        return segments[turn, TURN] if stores else turns[turn]
+        return segments[turn, TURN] if stores else turns[turn, OF_SEGMENT]
 
     def is_kept(i, warmup):
         """Whether the i-th chunk is the segment's own; those of its warm-up are of the one behind it."""
@@ -408,7 +408,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             log_gates: T.Tensor((num_slots, HV, C), "float32"),
             bounds: T.Tensor((num_bounds,), "int32"),
             segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
-            turns: T.Tensor((num_turns,), "int32"),
+            turns: T.Tensor((num_turns, TURN_FIELDS), "int32"),
             dfinal: T.Tensor((num_dfinal, HV, *state_shape), state_dtype),
             ends: T.Tensor((num_segments, HV), "int32"),
             dv: T.Tensor((num_tokens, HV, DV), dtype),

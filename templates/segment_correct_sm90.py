@@ -127,7 +127,14 @@ def prim_func(problem: Problem, schedule: Schedule):
         last = first_segments[seq + 1] - 1
         T.pdl_sync()
         T.call_extern(
-            "handle", "qla::corrected_segments", corrected.data, T.access_ptr(codes[0, head], "r"), HV, first, last, toward
+            "handle",
+            "qla::corrected_segments",
+            corrected.data,
+            T.access_ptr(codes[0, head], "r"),
+            HV,
+            first,
+            last,
+            toward,
         )
         begin = corrected[0]
         end = corrected[1]

@@ -37,7 +37,19 @@ from qla_jit.template import SharedBuffer, Template, Work
 
 from .fragments_sm90 import FRAGMENTS_CUDA
 from .operands_sm90 import operands_role
-from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, deviation_tile
+from .segments_sm90 import (
+    OF_AFTER,
+    OF_BEFORE,
+    OF_CHUNKS,
+    OF_COUNT,
+    OF_FIRST,
+    OF_SEGMENT,
+    OF_SEQUENCE,
+    OF_TOKEN,
+    SEGMENTS_CUDA,
+    TURN_FIELDS,
+    deviation_tile,
+)
 from .warp_groups_sm90 import launch_registers, register_rules
 
 NAME = "segment_state_sm90"
@@ -151,7 +163,6 @@ def prim_func(problem: Problem, schedule: Schedule):
 
     num_tokens = T.dynamic("num_tokens")
     num_slots = T.dynamic("num_slots")
-    num_bounds = T.dynamic("num_bounds")
     num_segments = T.dynamic("num_segments")
     num_turns = T.dynamic("num_turns")
     num_initial = T.dynamic("num_initial")
@@ -225,9 +236,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         v: T.Tensor((num_tokens, HV, DV), dtype),
         a: T.Tensor((num_slots, HV, C, C), dtype),
         log_gates: T.Tensor((num_slots, HV, C), "float32"),
-        bounds: T.Tensor((num_bounds,), "int32"),
-        segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
-        turns: T.Tensor((num_turns,), "int32"),
+        turns: T.Tensor((num_turns, TURN_FIELDS), "int32"),
         state_rows: T.Tensor((num_sequences,), "int32"),
         initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
         starts: T.Tensor((num_segments, HV), "int32"),
@@ -267,22 +276,21 @@ def prim_func(problem: Problem, schedule: Schedule):
 
             part = block % PARTS
             head = block % (HV * PARTS) // PARTS
-            segment = turns[block // (HV * PARTS)]
-            seq = segments[segment, SEQUENCE]
-            first = segments[segment, FIRST]
-            count = segments[segment, COUNT]
-            seq_token0 = bounds[seq]
+            turn = block // (HV * PARTS)
+            segment = turns[turn, OF_SEGMENT]
+            seq = turns[turn, OF_SEQUENCE]
+            first = turns[turn, OF_FIRST]
+            count = turns[turn, OF_COUNT]
+            seq_token0 = turns[turn, OF_TOKEN]
+            seq_chunks = turns[turn, OF_CHUNKS]
+            before = T.min(turns[turn, OF_BEFORE], first - 1)  # chunks that this segment's window may have
+            after = T.min(turns[turn, OF_AFTER], seq_chunks - first - count - 1)  # that of the backward
             seq_slot0 = seq_token0 // C + seq
             takes_initial = first == 0 and part < PARTS_V and has_initial != 0 and state_rows[seq] >= 0
-            seq_chunks = T.ceildiv(bounds[seq + 1] - seq_token0, C)
-            is_last = seq_token0 + (first + count) * C >= bounds[seq + 1]
+            is_last = first + count >= seq_chunks
+            keeps_start = takes_initial and not is_last
+            tx = T.get_thread_binding()
             T.pdl_sync()
-            window = 0
-            if first > 0:
-                window = T.call_extern(
-                    "int32", "qla::warmup_chunks", T.access_ptr(log_gates[seq_slot0 + first, head, C - 1], "r"), HV * C,
-                    T.min(segments[segment - 1, COUNT], first - 1), log_tolerance,
-                )  # fmt: skip
             next_window = 0
             if not is_last:
                 next_window = T.call_extern(
@@ -294,11 +302,16 @@ def prim_func(problem: Problem, schedule: Schedule):
             if for_backward != 0 and not is_last:
                 end_window = T.call_extern(
                     "int32", "qla::warmup_chunks",
-                    T.access_ptr(log_gates[seq_slot0 + first + count - 1, head, C - 1], "r"), -HV * C,
-                    T.min(segments[segment + 1, COUNT], seq_chunks - first - count - 1), log_tolerance,
+                    T.access_ptr(log_gates[seq_slot0 + first + count - 1, head, C - 1], "r"), -HV * C, after,
+                    log_tolerance,
                 )  # fmt: skip
-            tx = T.get_thread_binding()
-            keeps_start = takes_initial and not is_last
+            # One CTA says where the segment starts; the others ask only if they may have something to do.
+            window = 0
+            if first > 0 and (part == 0 or next_window < 0 or end_window < 0):
+                window = T.call_extern(
+                    "int32", "qla::warmup_chunks", T.access_ptr(log_gates[seq_slot0 + first, head, C - 1], "r"), HV * C,
+                    before, log_tolerance,
+                )  # fmt: skip
             if part == 0 and tx == 0:
                 starts[segment, head] = T.if_then_else(keeps_start, -1, window)
             chunks = 0

@@ -19,6 +19,11 @@ from qla_jit.config import Problem
 #: turn in launch order.
 SEGMENT_FIELDS = 4
 SEQUENCE, FIRST, COUNT, TURN = range(SEGMENT_FIELDS)
+#: Columns of the table of the segments that have to do with others, in launch order, with all that a CTA needs to know
+#: about one in a single read: the segment, its sequence, first chunk, number of chunks, the sequence's first token, the
+#: numbers of chunks of the segments before and after it, 0 for none, and of the sequence.
+TURN_FIELDS = 8
+OF_SEGMENT, OF_SEQUENCE, OF_FIRST, OF_COUNT, OF_TOKEN, OF_BEFORE, OF_AFTER, OF_CHUNKS = range(TURN_FIELDS)
 
 
 def panels(problem: Problem) -> int:
