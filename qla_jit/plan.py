@@ -38,8 +38,12 @@ class Option:
         return self.time_us(depth, ctas)
 
     def time_us(self, depth: float, ctas: int) -> float:
-        """Time at so many steps on the busiest SM and so many CTAs that have work."""
+        """Time at so many steps on the busiest SM and so many CTAs."""
         return self.us_per_step * depth + self.us_per_cta * ctas + self.us_constant
+
+    def chained_us(self, depth: float, ctas: int) -> float:
+        """The same behind another kernel, during whose end it is launched and fills its pipeline."""
+        return self.us_per_step * depth + self.us_per_cta * ctas
 
 
 def options(problem: Problem, rows: Iterable[BestRow], fits: Iterable[CostModel] = ()) -> tuple[Option, ...]:

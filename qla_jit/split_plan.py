@@ -25,6 +25,7 @@ from .model.features import (
     chunk_counts,
     ctas_per_head,
     expected_warmup_chunks,
+    launched_ctas,
     longest_segment,
     separate_ctas,
     separate_steps,
@@ -55,7 +56,10 @@ Bounded = tuple[float, Option, Chains, tuple[int, int], int]
 
 
 class KernelTime(NamedTuple):
-    """A kernel of a plan, its schedule, and the time in µs that its cost model predicts; None where it has none."""
+    """A kernel of a plan, its schedule, and the time in µs that its cost model predicts; None where it has none.
+
+    Of kernels behind the first the model's constant does not count: they are launched while the one before ends.
+    """
 
     kernel: str
     schedule: Schedule
@@ -178,8 +182,8 @@ class _Search:
             forward = self._fastest("fused_forward", self._bounded("fused_forward", heads))
         return Alternative(None, (self._inverse, forward), self._inverse_us + (forward.predicted_us or 0.0))
 
-    def _bounded(self, kernel: str, found: Chains) -> list[Bounded]:
-        """The options of a kernel with the least time that its work allows, the least first."""
+    def _bounded(self, kernel: str, found: Chains, items: SplitItems | None = None) -> list[Bounded]:
+        """The options of a kernel with the least time that its work allows, the least first.  items: of a split."""
         longest = max(found, default=0)
         work = sum([length * number for length, number in found.items()]) / self._sm_count
         number = sum(found.values())
@@ -187,7 +191,9 @@ class _Search:
         for option, by in self._options(kernel):
             times, among = by
             ctas = number * times // among
-            least_us = option.time_us(max(longest, work * times / among), ctas)
+            if items is not None:
+                ctas = launched_ctas(self._models.problems[kernel], option.schedule, items, found)
+            least_us = option.chained_us(max(longest, work * times / among), ctas)
             bounded.append((least_us, option, found, by, ctas))
         return sorted(bounded, key=itemgetter(0))
 
@@ -204,7 +210,7 @@ class _Search:
         for least_us, option, found, by, ctas in bounded:
             if least_us >= best_us:
                 break
-            time_us = option.time_us(makespan(shared(found, by), self._sm_count), ctas)
+            time_us = option.chained_us(makespan(shared(found, by), self._sm_count), ctas)
             if time_us < best_us:
                 best_us, best = time_us, option.schedule
         return KernelTime(kernel, best, best_us)
@@ -217,13 +223,12 @@ class _Search:
         longest, least = max(self._counts, default=0), self._least
         if longest < 2 * least:
             return f"no sequence has two segments of {least} chunks"
-        # A split does the same forward, at best spread evenly, and three launches.
+        # A split does the same forward, at best spread evenly.
         work = self._heads * self._chunks / self._sm_count
         found = self._models.options
         bound = self._inverse_us + min(
             option.us_per_step * work * ctas_per_head(option.schedule) for option in found["segment_forward"]
         )
-        bound += sum(min(option.us_constant for option in found[kernel]) for kernel in SPLIT_KERNELS)
         if self._models.one_wave is None and bound >= whole.total_us * (1 - MARGIN):
             return "whole sequences already keep the card as busy as a split could"
         return ""
@@ -268,7 +273,8 @@ class _Search:
         split = Split(segment_chunks, self._share, self._warmup)
         items = split_items(self._counts, self._heads, self._least, split)
         bounded = {
-            kernel: self._bounded(kernel, chains(self._models.problems[kernel], items)) for kernel in SPLIT_KERNELS
+            kernel: self._bounded(kernel, chains(self._models.problems[kernel], items), items)
+            for kernel in SPLIT_KERNELS
         }
         total_us = self._one_wave_us(segment_chunks, items)
         if total_us is None and self._inverse_us + sum([found[0][0] for found in bounded.values()]) >= self._least_us:
@@ -276,7 +282,13 @@ class _Search:
         kernels = [self._fastest(kernel, found) for kernel, found in bounded.items()]
         if total_us is None:
             total_us = sum([kernel.predicted_us for kernel in kernels])
+        else:  # the form adds up kernels that were measured one by one
+            total_us -= sum([self._constant_us(kernel) for kernel in kernels])
         return Alternative(segment_chunks, (self._inverse, *kernels), self._inverse_us + total_us)
+
+    def _constant_us(self, found: KernelTime) -> float:
+        options = self._models.options[found.kernel]
+        return next(option.us_constant for option in options if option.schedule == found.schedule)
 
     def _one_wave_us(self, segment_chunks: int, items: SplitItems) -> float | None:
         """What the one-wave form says of equal sequences in one wave, with the windows that it was fitted with."""

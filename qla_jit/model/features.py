@@ -2,7 +2,8 @@
 
 A kernel that walks sequences chunk by chunk (`fused_forward`) has a chain of work per (sequence, value head), those of
 a split (`split_items`) one per (segment, value head); the others do every chunk by itself.  Chains run on the SMs as
-`makespan` has it, the longest first.
+`makespan` has it, the longest first.  `segment_state` is launched for all segments of cut sequences, and most of its
+CTAs find nothing to do: those count as CTAs, and not as chains.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ EXPECTED_DECAY = 0.806 / 16 * 64
 #: The tolerance of windows that kernels are measured with, and the chunks that one takes then.
 MEASURED_TOLERANCE = 1e-5
 MEASURED_WARMUP_CHUNKS = 4
+#: What a chain takes besides its chunks, as chunks: of `segment_state`, which asks for windows, fills its pipeline and
+#: rounds D in two terms.  Of 0 to 12 chunks, what describes sweeps on an H200 best; the others need none.
+STARTUP_CHUNKS = {"segment_state": 4}
 #: Distinct sequence lengths, in chunks, that are told apart; of more, near ones count as their mean.
 MOST_LENGTHS = 24
 
@@ -56,13 +60,15 @@ class SplitItems:
 
     forward: of segments, with the chunks ahead of them, in chunks.  values, keys: of segments that another follows from
     an unknown start, for the columns of V, and of K where their own start is unknown too, in chunks.  correct: of
-    sequences, in segments that the scan walks.
+    sequences, in segments that the scan walks.  asked: (segment, value head) pairs of cut sequences, which
+    `segment_state` is launched for.
     """
 
     forward: Mapping[int, int]
     values: Mapping[int, int]
     keys: Mapping[int, int]
     correct: Mapping[int, int]
+    asked: int
 
 
 def ctas_per_head(schedule: Schedule) -> int:
@@ -124,11 +130,13 @@ def split_items(counts: Mapping[int, int], heads: int, least: int, split: Split)
     values: dict[int, int] = {}
     keys: dict[int, int] = {}
     correct: dict[int, int] = {}
+    asked = 0
     for chunks, sequences in counts.items():
         parts = 1 if chunks <= limit else min(-(-chunks // limit), chunks // least)  # as `segments.cut`
         if parts <= 1:
             forward[chunks] = forward.get(chunks, 0) + sequences * heads
             continue
+        asked += parts * sequences * heads
         short, longer = divmod(chunks, parts)  # so many segments have a chunk more
         first = short + 1 if longer else short
         windowed = decaying * sequences if warmup < short else 0
@@ -148,7 +156,7 @@ def split_items(counts: Mapping[int, int], heads: int, least: int, split: Split)
                     keys[size] = keys.get(size, 0) + exact * number
             if parts > 2:
                 correct[parts - 2] = correct.get(parts - 2, 0) + exact
-    return SplitItems(forward, values, keys, correct)
+    return SplitItems(forward, values, keys, correct, asked)
 
 
 def longest_segment(chunks: int, segment_chunks: int, least: int) -> int:
@@ -164,10 +172,19 @@ def chains(problem: Problem, items: SplitItems) -> Mapping[int, int]:
         return items.forward
     if problem.kernel == "segment_correct":
         return items.correct
-    columns = {length: number * problem.head_dim_v for length, number in items.values.items()}
+    startup = STARTUP_CHUNKS["segment_state"]
+    columns = {length + startup: number * problem.head_dim_v for length, number in items.values.items()}
     for length, number in items.keys.items():
-        columns[length] = columns.get(length, 0) + number * problem.head_dim_k
+        columns[length + startup] = columns.get(length + startup, 0) + number * problem.head_dim_k
     return columns
+
+
+def launched_ctas(problem: Problem, schedule: Schedule, items: SplitItems, found: Mapping[int, int]) -> int:
+    """CTAs of a kernel of a split, those with nothing to do included.  found: its `chains`."""
+    times, among = shares(problem, schedule)
+    if problem.kernel == "segment_state":
+        return items.asked * (problem.head_dim_v + problem.head_dim_k) * times // among
+    return sum(found.values()) * times // among
 
 
 def shares(problem: Problem, schedule: Schedule) -> tuple[int, int]:
@@ -198,6 +215,14 @@ def steps(
 
 
 def num_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:
+    """CTAs of a launch.  split, errors: as of `steps`."""
+    if problem.kernel in SPLIT_KERNELS:
+        items = _items(problem, lengths, split)
+        return launched_ctas(problem, schedule, items, chains(problem, items))
+    return num_busy_ctas(problem, schedule, lengths)
+
+
+def num_busy_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:
     """CTAs that have work to do.  split, errors: as of `steps`."""
     if problem.kernel in SPLIT_KERNELS or problem.kernel in SEQUENTIAL_KERNELS:
         return sum([number for _, number in kernel_groups(problem, schedule, lengths, split)])
@@ -219,18 +244,22 @@ def kernel_groups(
     problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None
 ) -> list[tuple[int, int]]:
     """(length of a chain, CTAs that walk one) of a kernel with chains.  split, errors: as of `steps`."""
-    counts = chunk_counts(lengths, problem.chunk_size)
     if problem.kernel in SEQUENTIAL_KERNELS:
+        counts = chunk_counts(lengths, problem.chunk_size)
         found = {chunks: number * problem.num_value_heads for chunks, number in counts.items()}
-    elif split is None:
+    else:
+        found = chains(problem, _items(problem, lengths, split))
+    return shared(found, shares(problem, schedule))
+
+
+def _items(problem: Problem, lengths: Sequence[int], split: Split | None) -> SplitItems:
+    if split is None:
         raise ConfigError(
             f"`split` must be given for {problem.kernel}, which only runs where sequences are cut; name the segment "
             "length, as in the workload 1x32768/16."
         )
-    else:
-        items = split_items(counts, problem.num_value_heads, least_segment_chunks(problem), split)
-        found = chains(problem, items)
-    return shared(found, shares(problem, schedule))
+    counts = chunk_counts(lengths, problem.chunk_size)
+    return split_items(counts, problem.num_value_heads, least_segment_chunks(problem), split)
 
 
 def _heads_per_cta(schedule: Schedule) -> int:

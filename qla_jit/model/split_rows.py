@@ -16,7 +16,7 @@ from ..db.lookup import is_current
 from ..schedule import Schedule
 from ..segments import least_segment_chunks
 from ..workload import DECAYING_PERCENT, parse, workload_of
-from .features import Split, longest_segment, num_ctas
+from .features import Split, longest_segment, num_busy_ctas
 from .observation import Observation
 
 
@@ -98,4 +98,4 @@ def _one_wave(chosen: Sequence[Mapping[str, Observation]]) -> list[SplitTime]:
 
 def _runs_at_once(o: Observation) -> bool:
     asked = workload_of(o.problem.kernel, o.workload)
-    return num_ctas(o.problem, o.schedule, asked.lengths, Split.of(asked)) <= o.environment.sm_count
+    return num_busy_ctas(o.problem, o.schedule, asked.lengths, Split.of(asked)) <= o.environment.sm_count
