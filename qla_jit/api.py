@@ -46,6 +46,7 @@ def chunk_gated_delta_rule(
     *,
     auto_cp: bool = True,
     window: str | float = DEFAULT_WINDOW,
+    window_share: float | None = None,
     state_dtype: torch.dtype | None = None,
     backward: str = "kernel",
     out: torch.Tensor | None = None,
@@ -77,6 +78,8 @@ def chunk_gated_delta_rule(
     What o and the final state lose is at most the tolerance times the state forgotten, in norm, for keys of norm ≤ 1;
     by default a tolerance far below what 16-bit products round by.  Without a split, and with allow_neg_eigval, whose
     windows the gates alone do not bound, nothing is forgotten.
+    window_share: of the value heads, in [0, 1], those whose gates decay so that windows hold, where that is known.  It
+    decides how a batch is split, and results by rounding alone.  None expects most heads to decay.
     backward: "kernel", or "chunk_form" to run PyTorch's slow chunk form on CUDA when a gradient is needed: of a second
     order, or where no kernel computes it (V = 256, checkpoints).
     out, final_state_out: o (``[B, T, HV, V]``, q's dtype) and the final state (state_dtype; may be initial_state) are
@@ -118,7 +121,7 @@ def chunk_gated_delta_rule(
         )
     call = validate(
         q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu,
-        state_dtype, chunk_size, auto_cp, window, out, state_indices, checkpoint_every, final_state_out,
+        state_dtype, chunk_size, auto_cp, window, window_share, out, state_indices, checkpoint_every, final_state_out,
     )  # fmt: skip
 
     activation = None

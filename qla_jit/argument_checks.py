@@ -126,7 +126,7 @@ def check_lengths(batch: int, tokens: int, cu: tuple[int, ...] | None) -> None:
     )
 
 
-def check_flags(scale, chunk_size, auto_cp, window) -> None:
+def check_flags(scale, chunk_size, auto_cp, window, window_share) -> None:
     require(
         scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale)),
         "scale is a finite number",
@@ -145,6 +145,12 @@ def check_flags(scale, chunk_size, auto_cp, window) -> None:
         'window == "exact" or 0 < window < 1',
         f"window={window!r}",
         'pass "exact", or the tolerance to which earlier tokens may be forgotten.',
+    )
+    require(
+        window_share is None or (isinstance(window_share, (int, float)) and 0.0 <= window_share <= 1.0),
+        "0 <= window_share <= 1",
+        f"window_share={window_share!r}",
+        "pass the share of value heads whose gates decay, or None where nothing is known about them.",
     )
 
 

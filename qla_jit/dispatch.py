@@ -133,7 +133,7 @@ def _operator(
     found = call.memo.get(key)
     if found is None:
         op = compiled(config_of(call, gates))
-        found = op, op.choose(call.cu_host, call.device, call.auto_cp, window)
+        found = op, op.choose(call.cu_host, call.device, call.auto_cp, window, call.window_share)
         if not device_indices.is_capturing(call.device):  # a capture may have to do without a split
             call.memo[key] = found
     return found

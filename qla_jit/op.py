@@ -94,7 +94,7 @@ class CompiledOp:
         self._models = models
         self._load_split = load_split
         self._split_kernels: dict[tuple[str, Schedule | None], CompiledKernel] = {}
-        self._splits: dict[tuple, SplitForward | None] = {}
+        self._splits: dict[tuple, SplitForward] = {}
         self._kkt_inverse = kernels["kkt_inverse"].entry
         self._problem = kernels["fused_forward"].spec.problem
         self._state_dtype = launch.torch_dtype(config.state_dtype)
@@ -208,15 +208,18 @@ class CompiledOp:
         device: torch.device,
         may_split: bool = False,
         window: str | float = EXACT,
+        window_share: float | None = None,
     ) -> Callable[..., None]:
-        """What to launch for these lengths: an entry of `fused_forward`, or a split where that is predicted to pay.
+        """What to launch for these lengths: an entry of `fused_forward`, or what is predicted to take less: a split, or
+        the forward of a split on whole sequences, long ones first.
 
-        The choice is kept per content.  While a CUDA graph is captured nothing is split that was not chosen before.
+        window, window_share: as of the operator.  The choice is kept per content.  While a CUDA graph is captured
+        nothing is split that was not chosen before.
         """
         may_split = may_split and self._models is not None and self._models.can_split
         if cu_host is None or (len(self.variants) == 1 and not may_split):
             return self.kernels["fused_forward"].entry
-        key = cu_host, device, may_split and window
+        key = cu_host, device, may_split and (window, window_share)
         found = self._chosen.get(key)
         if found is None:
             if may_split and device_indices.is_capturing(device):
@@ -224,7 +227,7 @@ class CompiledOp:
             lengths = [end - start for start, end in zip(cu_host, cu_host[1:])]
             sm_count = torch.cuda.get_device_properties(device).multi_processor_count
             if may_split:
-                found = self._planned_split(cu_host, lengths, device, sm_count, window)
+                found = self._planned(cu_host, lengths, device, sm_count, window, window_share)
             if found is None:
                 fallback = self.kernels["fused_forward"].spec.schedule
                 schedule = plan.choose(self._problem, self.options, lengths, sm_count, fallback)
@@ -234,12 +237,26 @@ class CompiledOp:
             self._chosen[key] = found
         return found
 
-    def _planned_split(self, cu_host, lengths, device, sm_count: int, window: str | float) -> SplitForward | None:
-        planned = plan_split(self._models, lengths, sm_count, window)
+    def _planned(
+        self, cu_host, lengths, device, sm_count: int, window: str | float, window_share: float | None
+    ) -> Callable[..., None] | None:
+        """What the plan chooses; None where that is `fused_forward` by a schedule without a prediction."""
+        planned = plan_split(self._models, lengths, sm_count, window, window_share)
+        if planned.chosen.is_ordered:
+            return self.ordered(cu_host, device, planned.schedules["segment_forward"])
         if planned.segment_chunks is None:
-            return None
+            variant = self.variants.get(planned.schedules["fused_forward"])
+            is_predicted = planned.predicted_us["fused_forward"] is not None
+            return variant.entry if variant is not None and is_predicted else None
         schedules = {name: planned.schedules[name] for name in SPLIT_KERNELS}
         return self.split(cu_host, planned.segment_chunks, device, window, schedules)
+
+    def ordered(self, cu_host: tuple[int, ...], device: torch.device, schedule: Schedule | None = None) -> SplitForward:
+        """``forward`` for whole sequences that starts the long ones first, as `fused_forward` does not.
+
+        schedule: of `segment_forward`; None for what the database or the template prefers.  Errors as of `split`.
+        """
+        return self._cut(cu_host, None, device, EXACT, (("segment_forward", schedule),))
 
     def split(
         self,
@@ -256,6 +273,11 @@ class CompiledOp:
         content.  Raises UnsupportedError where no kernel can split, KernelMissingError in strict mode.
         """
         chosen = tuple((name, schedules and schedules[name]) for name in SPLIT_KERNELS)
+        found = self._cut(cu_host, segment_chunks, device, window, chosen)
+        return found if found.segments.is_cut else None
+
+    def _cut(self, cu_host, segment_chunks, device, window, chosen: tuple[tuple[str, Schedule | None], ...]):
+        """The `SplitForward` of some kernels by name and schedule; kept per content."""
         key = cu_host, segment_chunks, device, window, chosen
         if key not in self._splits:
             if device_indices.is_capturing(device):
@@ -269,8 +291,7 @@ class CompiledOp:
             if len(self._splits) >= _MAX_CACHED_CHOICES:
                 self._splits.clear()
             entries = {name: kernel.entry for name, kernel in kernels.items()}
-            heads = self.config.num_value_heads
-            self._splits[key] = SplitForward(entries, segments, heads, window, device) if segments.is_cut else None
+            self._splits[key] = SplitForward(entries, segments, self.config.num_value_heads, window, device)
         return self._splits[key]
 
     def load_split(self, name: str, schedule: Schedule | None = None) -> CompiledKernel:

@@ -15,7 +15,6 @@ import torch
 
 from .config import SPLIT_KERNELS, Problem
 from .device_indices import is_capturing
-from .errors import InputError
 from .segments import EXACT, Segments, cut, least_segment_chunks
 from .templates.segments_sm90 import SEGMENT_FIELDS, TURN_FIELDS
 from .workspace import Layout
@@ -60,7 +59,10 @@ class SegmentTables:
 
 
 class SplitForward:
-    """`fused_forward` by segments, for batches of one content: called with its arguments, on torch's current stream."""
+    """`fused_forward` by segments, for batches of one content: called with its arguments, on torch's current stream.
+
+    Where nothing is cut, the segments are whole sequences, the long ones first, and the forward runs alone.
+    """
 
     def __init__(
         self,
@@ -70,14 +72,12 @@ class SplitForward:
         window: str | float,
         device: torch.device,
     ):
-        """entries: of `SPLIT_KERNELS`.  Copies the cut to the device and waits for it, so every stream may call this.
+        """entries: of `SPLIT_KERNELS`, by name; where nothing is cut, of `segment_forward` alone.
 
-        Raises InputError where nothing is cut.
+        Copies the cut to the device and waits for it, so every stream may call this.
         """
-        if not segments.is_cut:
-            raise InputError("`segments.is_cut` must hold, but every sequence is whole; run `fused_forward`.")
         self.segments = segments
-        self._state, self._correct, self._forward = (entries[name] for name in SPLIT_KERNELS)
+        self._state, self._correct, self._forward = (entries.get(name) for name in SPLIT_KERNELS)
         self._log_tolerance = log_tolerance(window)
         self._tables = SegmentTables(segments, device)
         shape = len(segments), num_value_heads
@@ -93,10 +93,11 @@ class SplitForward:
         """
         tables = self._tables
         tables.use()
-        self._state(
-            k, v, a, log_gates, tables.turns, state_rows, initial, starts, decays, o, has_initial,
-            self._log_tolerance, 0,
-        )  # fmt: skip
+        if self.segments.is_cut:
+            self._state(
+                k, v, a, log_gates, tables.turns, state_rows, initial, starts, decays, o, has_initial,
+                self._log_tolerance, 0,
+            )  # fmt: skip
         if tables.needs_correction:
             self._correct(tables.first_segments, tables.corrected, starts, decays, bounds, tables.segments, o)
         self._forward(

@@ -76,6 +76,11 @@ class Alternative(NamedTuple):
     kernels: tuple[KernelTime, ...]
     total_us: float
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whole sequences, the long ones first: `segment_forward` in the place of `fused_forward`."""
+        return self.segment_chunks is None and self.kernels[-1].kernel == "segment_forward"
+
 
 @dataclass(frozen=True)
 class SplitPlan:
@@ -178,9 +183,24 @@ class _Search:
         if not found or not self._chunks:
             forward = KernelTime("fused_forward", self._models.schedules["fused_forward"], None)
         else:
-            heads = {chunks: number * self._heads for chunks, number in self._counts.items()}
-            forward = self._fastest("fused_forward", self._bounded("fused_forward", heads))
+            forward = self._whole_forward()
         return Alternative(None, (self._inverse, forward), self._inverse_us + (forward.predicted_us or 0.0))
+
+    def _whole_forward(self) -> KernelTime:
+        """The faster of `fused_forward` and of `segment_forward` without a cut.
+
+        `fused_forward` starts sequences in the order of the batch: where CTAs wait for others to end and lengths
+        differ, a long one may start last.  `segment_forward` starts the long ones first, as makespans have it.
+        """
+        heads = {chunks: number * self._heads for chunks, number in self._counts.items()}
+        bounded = self._bounded("fused_forward", heads)
+        found = {"fused_forward": bounded}
+        if len(heads) > 1 and self._models.options.get("segment_forward"):
+            ordered = self._bounded("segment_forward", heads)
+            found["fused_forward"] = [option for option in bounded if option[-1] <= self._sm_count]
+            found["segment_forward"] = [option for option in ordered if option[-1] > self._sm_count]
+        times = [self._fastest(kernel, options) for kernel, options in found.items() if options]
+        return min(times, key=attrgetter("predicted_us")) if times else self._fastest("fused_forward", bounded)
 
     def _bounded(self, kernel: str, found: Chains, items: SplitItems | None = None) -> list[Bounded]:
         """The options of a kernel with the least time that its work allows, the least first.  items: of a split."""
@@ -322,6 +342,8 @@ def describe(plan: SplitPlan, most: int = 5) -> str:
 
 
 def _name(found: Alternative) -> str:
+    if found.is_ordered:
+        return "whole sequences, long ones first"
     chunks = found.segment_chunks
     return "whole sequences" if chunks is None else f"segments of at most {chunks} chunks"
 

@@ -43,7 +43,8 @@ class Call:
 
     batch, num_tokens: B and T.  num_sequences: N, equal to B without cu_seqlens.  dtype: of q, k, v and o.
     state_dtype: of the final state.  has_pool: initial_state is a pool, whose rows state_indices name.
-    chunk_size: a hint.  window: "exact", or the tolerance of an approximate split.
+    chunk_size: a hint.  window: "exact", or the tolerance of an approximate split.  window_share: of the value heads,
+    those whose gates are known to decay; None where nothing is known.
     checkpoint_every: tokens between checkpoints, None for none.
     memo: what later stages derive from the content and want again in an equal call.
     cu_host: cumulative lengths, ``N + 1`` ints (multiples of T without cu_seqlens); None only when device-only
@@ -69,6 +70,7 @@ class Call:
     window: str | float
     cu_host: tuple[int, ...] | None
     has_pool: bool = False
+    window_share: float | None = None
     checkpoint_every: int | None = None
     memo: dict = field(default_factory=dict, compare=False, repr=False)
 
@@ -112,6 +114,7 @@ def validate(
     chunk_size: int = 64,
     auto_cp: bool = True,
     window: str | float = DEFAULT_WINDOW,
+    window_share: float | None = None,
     out: torch.Tensor | None = None,
     state_indices: torch.Tensor | None = None,
     checkpoint_every: int | None = None,
@@ -130,8 +133,8 @@ def validate(
             q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype,
             q.device, k.device, v.device, g.device, beta.device,
             q.is_contiguous() and k.is_contiguous() and v.is_contiguous(),
-            scale, output_final_state, state_v_first, state_dtype, chunk_size, auto_cp, window, checkpoint_every,
-            type(scale), type(chunk_size), type(auto_cp), type(window), type(checkpoint_every), cu,
+            scale, output_final_state, state_v_first, state_dtype, chunk_size, auto_cp, window, window_share,
+            checkpoint_every, type(scale), type(chunk_size), type(auto_cp), type(window), type(checkpoint_every), cu,
             None if initial_state is None else _traits(initial_state),
             None if cu_seqlens is None else _traits(cu_seqlens),
             None if out is None else _traits(out),
@@ -149,7 +152,7 @@ def validate(
     if call is None:
         call = _check_all(
             q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu, state_dtype,
-            chunk_size, auto_cp, window, out, state_indices, checkpoint_every, final_state_out,
+            chunk_size, auto_cp, window, window_share, out, state_indices, checkpoint_every, final_state_out,
         )  # fmt: skip
         if len(_calls) >= _MAX_CACHED_CALLS:
             _calls.clear()
@@ -219,7 +222,7 @@ def _check_index_vector(name: str, x: torch.Tensor) -> None:
 
 def _check_all(
     q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu, state_dtype, chunk_size,
-    auto_cp, window, out, state_indices, checkpoint_every, final_state_out,
+    auto_cp, window, window_share, out, state_indices, checkpoint_every, final_state_out,
 ) -> Call:  # fmt: skip
     """Every check that depends on content only, and the `Call` that they earn."""
     optional = dict(
@@ -253,7 +256,7 @@ def _check_all(
         check_final_state_out(final_state_out, (sequences, *dims), state_dtype, output_final_state)
     if checkpoint_every is not None:
         check_checkpoint_every(checkpoint_every, cu)
-    check_flags(scale, chunk_size, auto_cp, window)
+    check_flags(scale, chunk_size, auto_cp, window, window_share)
     return Call(
         batch=batch,
         num_tokens=tokens,
@@ -272,6 +275,7 @@ def _check_all(
         chunk_size=chunk_size,
         auto_cp=auto_cp,
         window=window,
+        window_share=window_share,
         cu_host=cu,
         has_pool=state_indices is not None,
         checkpoint_every=checkpoint_every,

@@ -4,14 +4,14 @@
     python tools/split_regret.py measure --out FILE [--batches core,random] [--limit N]      (on a card)
     python tools/split_regret.py report FILE
 
-measure: per batch the operator's time, CUDA-graph median with a cold L2, for whole sequences, for the segments that the
-plan chose, and for segment lengths around them; one JSON line a batch, as soon as it is known, so an interrupted run
-keeps what it has.  Batches: `core`, the head configurations and layouts of the benchmark's core set; `random`, 60
-ragged batches of 1 to 64 sequences, 64 to 65,536 tokens each (131,072 in all), 2 to 64 value heads and any share of
-heads that decay, drawn from a fixed seed.
+measure: per batch the operator's time, CUDA-graph median with a cold L2, for whole sequences, for those with the long
+ones first where the plan asks for that, for the segments that it chose, and for segment lengths around them; one JSON
+line a batch, as soon as it is known, so an interrupted run keeps what it has.  Batches: `core`, the head configurations
+and layouts of the benchmark's core set; `random`, 60 ragged batches of 1 to 64 sequences, 64 to 65,536 tokens each
+(131,072 in all), 2 to 64 value heads and any share of heads that decay, drawn from a fixed seed.
 
-report: regret, the plan's time over the best of its batch; the same of whole sequences; and what never splitting
-would have won.
+report: regret, the plan's time over the best of its batch; the same of the plan that is told the share of heads with
+windows, and of never splitting.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ def segment_lengths(planned: int | None, lengths: list[int], heads: int, sm_coun
     return sorted(length for length in tried if length < longest)
 
 
+def name_of(plan) -> str:
+    """Of what a plan chooses, as in a row's times."""
+    return "ordered" if plan.chosen.is_ordered else str(plan.segment_chunks or "whole")
+
+
 def measure(options: argparse.Namespace) -> None:
     import torch
 
@@ -119,6 +124,11 @@ def measure(options: argparse.Namespace) -> None:
             schedules = None
             if planned.segment_chunks is not None:
                 schedules = {name: planned.schedules[name] for name in SPLIT_KERNELS}
+            for plan in (planned, hinted):
+                if plan.chosen.is_ordered:
+                    forwards["ordered"] = operator.ordered(x.cu_host, device, plan.schedules["segment_forward"])
+                elif plan.segment_chunks is None:
+                    forwards["whole"] = operator.choose(x.cu_host, device, True, window, share)
             for chunks in sorted(found):
                 split = operator.split(x.cu_host, chunks, device, window, schedules)
                 if split is not None:
@@ -126,9 +136,10 @@ def measure(options: argparse.Namespace) -> None:
             us = {name: time_us(operator, tokens, x.cu_seqlens, forward) for name, forward in forwards.items()}
             row = batch | {
                 "us": us,
-                "planned": str(planned.segment_chunks or "whole"),
+                "planned": name_of(planned),
                 "predicted_us": planned.chosen.total_us,
-                "hinted": str(hinted.segment_chunks or "whole"),
+                "hinted": name_of(hinted),
+                "hinted_us": hinted.chosen.total_us,
                 "gpu": properties.name,
             }
             print(json.dumps(row), file=out, flush=True)
@@ -154,12 +165,13 @@ def report(options: argparse.Namespace) -> None:
     for name, choice in choices.items():
         found = regrets(rows, choice)
         print(f"| {name} | {statistics.fmean(found):.1%} | {max(found):.1%} |")
-    slower = max(row["us"][row["planned"]] / row["us"]["whole"] - 1 for row in rows)
-    print(f"the plan against whole sequences: at worst {slower:+.1%}")
-    errors = sorted(abs(row["predicted_us"] / row["us"][row["planned"]] - 1) for row in rows if row["predicted_us"])
-    if errors:
-        ninth = errors[len(errors) * 9 // 10]
-        print(f"prediction error: median {statistics.median(errors):.1%}, 90th percentile {ninth:.1%}")
+    for name, choice, predicted in (("the plan", "planned", "predicted_us"), ("told the share", "hinted", "hinted_us")):
+        slower = max(row["us"][row[choice]] / row["us"]["whole"] - 1 for row in rows)
+        print(f"{name}, against whole sequences: at worst {slower:+.1%}")
+        errors = sorted(abs(row[predicted] / row["us"][row[choice]] - 1) for row in rows if row.get(predicted))
+        if errors:
+            ninth = errors[len(errors) * 9 // 10]
+            print(f"{name}, prediction error: median {statistics.median(errors):.1%}, 90th percentile {ninth:.1%}")
 
 
 def main(arguments: list[str] | None = None) -> None:

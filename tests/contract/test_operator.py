@@ -379,7 +379,7 @@ def test_gradients_on_a_card_are_those_of_the_cpu(backward):
         )  # fmt: skip
         grads[place] = torch.autograd.grad(o.float().square().sum() + state.square().sum(), leaves)
     for got, want in zip(grads["cuda"], grads["cpu"]):
-        assert got.dtype == want.dtype and relative_error(got.cpu(), want) < 2e-2
+        assert got.dtype == want.dtype and relative_error(got.cpu(), want) < 3e-2
 
 
 @pytest.mark.gpu

@@ -68,7 +68,8 @@ def assert_close(got, want, limits):
         assert relative_error(a, b) < limits[name], (name, relative_error(a, b))
         axis = 1 if name == "initial_state" else 2
         for head, (one, other) in enumerate(zip(a.unbind(axis), b.unbind(axis))):
-            assert relative_error(one, other) < 3 * limits[name] or other.norm() < 1e-6 * b.norm(), (name, head)
+            size = max(other.norm(), b.norm() / b.shape[axis] ** 0.5)  # a head whose gradient is 0 by chance may err
+            assert (one - other).norm() < 3 * limits[name] * size, (name, head)
 
 
 #: Of g more: its gradient is a difference of sums, of which one is a product of two states in 16 bits.

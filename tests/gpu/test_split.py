@@ -134,6 +134,24 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch():
             assert torch.equal(o[start:end], o_alone) and torch.equal(state[n : n + 1], state_alone)
 
 
+def test_whole_sequences_with_the_long_ones_first_give_the_bits_of_the_batch_order():
+    config = OpConfig(2, 8)
+    lengths = (64, 0, 700, 1, 3000, 65, *range(100, 300, 9), 4000)
+    x = make_inputs(lengths, 2, 8, device="cuda", gates="bench", seed=5)
+    op = dispatch.compiled(config)
+    params = op.kernels["fused_forward"].spec.schedule.params()
+    schedule = (
+        registry.get_template("segment_forward_sm90").default(config.problem("segment_forward")).replace(**params)
+    )
+    forward = op.ordered(x.cu_host, x.q.device, schedule)
+    assert not forward.segments.is_cut
+    tokens = [t[0] for t in x.tokens]
+    more = dict(initial_state=x.initial_state, output_final_state=True)
+    want = op(*tokens, x.cu_seqlens, forward=op.kernels["fused_forward"].entry, **more)
+    for got, one in zip(op(*tokens, x.cu_seqlens, forward=forward, **more), want):
+        assert torch.equal(got, one)
+
+
 def test_a_captured_split_replays_on_new_data():
     config = OpConfig(2, 8)
     x, y = (make_inputs((5000, 900), 2, 8, device="cuda", gates="bench", seed=seed) for seed in (3, 4))

@@ -8,11 +8,21 @@ import pytest
 
 from qla_jit.config import SPLIT_KERNELS, OpConfig
 from qla_jit.errors import ConfigError
-from qla_jit.model.features import Split, chunk_counts, num_ctas, split_items, steps, windowed_heads
+from qla_jit.model.features import (
+    STARTUP_CHUNKS,
+    Split,
+    chunk_counts,
+    num_busy_ctas,
+    num_ctas,
+    split_items,
+    steps,
+    windowed_heads,
+)
 from qla_jit.registry import select
 from qla_jit.segments import cut, least_segment_chunks
 
 SMS = 132
+STARTUP = STARTUP_CHUNKS["segment_state"]
 
 
 def problems(dim_k=128, dim_v=128, heads=(2, 8)):
@@ -24,11 +34,14 @@ def default(problem):
     return select(problem).default(problem)
 
 
-def chains(problem, schedule, lengths, split):
+def cut_of(problem, lengths, split):
+    return cut(lengths, 64, split.segment_chunks, least=least_segment_chunks(problem))
+
+
+def chains(problem, schedule, s, split):
     """The length of every CTA that has work, from the segments of the batch themselves."""
     heads, warmup = problem.num_value_heads, split.warmup_chunks
     decaying = windowed_heads(heads, split.window_share)
-    s = cut(lengths, 64, split.segment_chunks, least=least_segment_chunks(problem))
     starts = s.starts(heads, [[warmup] * decaying + [None] * (heads - decaying)] * len(s))
     if problem.kernel == "segment_forward":
         of_heads = [n + max(start, 0) for n, row in zip(s.chunks, starts) for start in row if n]
@@ -36,9 +49,15 @@ def chains(problem, schedule, lengths, split):
     items = s.state_items(starts)
     if problem.kernel == "segment_state":
         values, keys = problem.head_dim_v // schedule["columns"], problem.head_dim_k // schedule["columns"]
-        return [item.chunks for item in items for _ in range(values + keys * item.transfer)]
+        return [item.chunks + STARTUP for item in items for _ in range(values + keys * item.transfer)]
     scans = Counter((s.sequences[item.segment], item.head) for item in items if item.transfer)
     return list(scans.values()) * (problem.head_dim_v // 64)
+
+
+def launched(problem, schedule, s):
+    """CTAs of `segment_state`: column parts of every segment that takes a turn, for every head."""
+    parts = (problem.head_dim_v + problem.head_dim_k) // schedule["columns"]
+    return len(s.turns()) * problem.num_value_heads * parts
 
 
 def simulated(found, machines):
@@ -66,8 +85,11 @@ def test_split_kernels_have_the_chains_of_the_cut(kernel, dims):
     for lengths, split in batches():
         if split.warmup_chunks >= least_segment_chunks(problem):
             continue
-        found = chains(problem, schedule, lengths, split)
-        assert num_ctas(problem, schedule, lengths, split) == len(found), (lengths, split)
+        s = cut_of(problem, lengths, split)
+        found = chains(problem, schedule, s, split)
+        ctas = launched(problem, schedule, s) if kernel == "segment_state" else len(found)
+        assert num_busy_ctas(problem, schedule, lengths, split) == len(found), (lengths, split)
+        assert num_ctas(problem, schedule, lengths, split) == ctas, (lengths, split)
         depth = steps(problem, schedule, lengths, SMS, split)
         assert depth == pytest.approx(simulated(found, SMS), rel=1 / 64), (lengths, split)
 
@@ -75,8 +97,9 @@ def test_split_kernels_have_the_chains_of_the_cut(kernel, dims):
 def test_one_long_sequence_in_one_wave():
     state, correct, forward = problems().values()
     split = Split(32, 0.75, 4)  # 16 segments of 32 chunks; 2 of 8 heads are exact
-    assert steps(state, default(state), [32768], SMS, split) == 32
-    assert num_ctas(state, default(state), [32768], split) == 2 * (15 + 14)  # V of 15 segments, keys of 14
+    assert steps(state, default(state), [32768], SMS, split) == 32 + STARTUP
+    assert num_busy_ctas(state, default(state), [32768], split) == 2 * (15 + 14)  # V of 15 segments, keys of 14
+    assert num_ctas(state, default(state), [32768], split) == 8 * 16 * 2  # V and keys of every head and segment
     assert (
         steps(correct, default(correct), [32768], SMS, split),
         num_ctas(correct, default(correct), [32768], split),
@@ -88,19 +111,35 @@ def test_a_narrower_state_cta_is_two_as_many():
     state = problems()["segment_state"]
     half = default(state).replace(columns=64)
     split = Split(32, 0.0)
-    assert num_ctas(state, half, [32768], split) == 2 * num_ctas(state, default(state), [32768], split)
+    for count in (num_busy_ctas, num_ctas):
+        assert count(state, half, [32768], split) == 2 * count(state, default(state), [32768], split)
+
+
+def test_state_ctas_are_those_of_cut_sequences_alone():
+    state = problems()["segment_state"]
+    split = Split(32, 0.75)
+    alone = num_ctas(state, default(state), [32768], split)
+    assert num_ctas(state, default(state), [32768, 0, 2048, 1], split) == alone  # 32 chunks are one segment
+    assert num_ctas(state, default(state), [2048, 0], split) == 0
+
+
+def test_no_fewer_state_ctas_are_launched_where_more_heads_have_windows():
+    state = problems()["segment_state"]
+    shares = [Split(32, share) for share in (0.0, 0.5, 1.0)]
+    assert [num_busy_ctas(state, default(state), [32768], split) for split in shares] == [8 * 29, 4 * 29, 0]
+    assert [num_ctas(state, default(state), [32768], split) for split in shares] == [8 * 16 * 2] * 3
 
 
 def test_without_exact_heads_there_is_nothing_to_correct():
     for kernel in ("segment_state", "segment_correct"):
         problem = problems()[kernel]
         assert steps(problem, default(problem), [32768], SMS, Split(16, 1.0)) == 0
-        assert num_ctas(problem, default(problem), [32768], Split(16, 1.0)) == 0
+        assert num_busy_ctas(problem, default(problem), [32768], Split(16, 1.0)) == 0
 
 
 def test_a_window_longer_than_a_segment_counts_as_none():
     state = problems()["segment_state"]
-    assert num_ctas(state, default(state), [32768], Split(8, 1.0, warmup_chunks=8)) > 0
+    assert num_busy_ctas(state, default(state), [32768], Split(8, 1.0, warmup_chunks=8)) > 0
 
 
 @pytest.mark.parametrize(
@@ -114,6 +153,9 @@ def test_split_kernels_without_a_split_are_refused():
     forward = problems()["segment_forward"]
     with pytest.raises(ConfigError, match="`split` must be given for segment_forward"):
         steps(forward, default(forward), [32768], SMS)
+    for count in (num_busy_ctas, num_ctas):
+        with pytest.raises(ConfigError, match="`split` must be given for segment_forward"):
+            count(forward, default(forward), [32768])
 
 
 @pytest.mark.parametrize(("dims", "chunks"), [((128, 128), 8), ((64, 64), 4), ((128, 256), 6), ((64, 256), 3)])

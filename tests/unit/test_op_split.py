@@ -1,9 +1,11 @@
 """`CompiledOp` and batches that are cut, without a card: what is launched, what is kept, what is refused."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
+from qla_jit.templates.segments_sm90 import TURN_FIELDS
 
 from qla_jit import Workspace, dispatch, launch, op, split, workspace_bytes
 from qla_jit.config import SPLIT_KERNELS, OpConfig
@@ -38,13 +40,15 @@ def compiled(tmp_path, launches):
 
 @pytest.fixture
 def planned(compiled, monkeypatch):
-    """An operator whose models split everything into segments of five chunks; counts how often it plans."""
+    """An operator whose models cut all into segments of five chunks, but order more than 20 sequences; counts plans."""
     schedules = {name: select(CONFIG.problem(name)).default(CONFIG.problem(name)) for name in SPLIT_KERNELS}
     calls = []
 
-    def plan_split(models, lengths, sm_count, window):
-        calls.append((tuple(lengths), sm_count, window))
-        return SimpleNamespace(segment_chunks=5, schedules=schedules)
+    def plan_split(models, lengths, sm_count, window, window_share):
+        calls.append((tuple(lengths), sm_count, window, window_share))
+        is_ordered = len(lengths) > 20
+        chosen = SimpleNamespace(is_ordered=is_ordered)
+        return SimpleNamespace(chosen=chosen, segment_chunks=None if is_ordered else 5, schedules=schedules)
 
     monkeypatch.setattr(op, "plan_split", plan_split)
     compiled._models = SimpleNamespace(can_split=True)
@@ -65,11 +69,13 @@ def test_the_kernels_of_a_split_run_in_order_and_pass_their_scratch_on(compiled,
     )
     assert [name for name, _ in launches] == ["kkt_inverse", *SPLIT_KERNELS]
     given = {name: dict(zip(launch.ARGUMENTS[name], args, strict=True)) for name, args in launches}
-    table = given["segment_state"]["segments"]
+    table, turns = given["segment_forward"]["segments"], given["segment_state"]["turns"]
+    assert table is given["segment_correct"]["segments"]
     assert table.dtype == torch.int32 and table.tolist() == [list(row) for row in forward.segments.table()]
+    assert turns.dtype == torch.int32 and turns.tolist() == [list(row) for row in forward.segments.turn_table()]
+    assert turns.shape == (5, TURN_FIELDS)
     assert given["segment_correct"]["first_segments"].tolist() == [0, 5, 6]
     assert given["segment_correct"]["cut_sequences"].tolist() == forward.segments.corrected_sequences() == [0]
-    assert given["segment_state"]["turns"].tolist() == forward.segments.turns() == [0, 1, 2, 3, 4]
     for name in ("starts", "decays"):
         first = given["segment_state"][name]
         assert first.shape == (len(forward.segments), 4) and first is given["segment_correct"][name]
@@ -83,7 +89,8 @@ def test_a_split_is_planned_once_per_content_and_only_where_it_may(planned):
     found = planned.choose(CU, CPU, True, 1e-3)
     assert isinstance(found, SplitForward) and found.segments.chunks == (5, 4, 4, 4, 4, 1)
     assert planned.choose(CU, CPU, True, 1e-3) is found
-    assert planned.plans == [(LENGTHS, 132, 1e-3)]
+    assert planned.plans == [(LENGTHS, 132, 1e-3, None)]
+    assert planned.choose(CU, CPU, True, 1e-3, 0.5) is found and planned.plans.pop() == (LENGTHS, 132, 1e-3, 0.5)
     assert planned.choose(CU, CPU, True, EXACT) is not found and len(planned.plans) == 2
     assert not isinstance(planned.choose(CU, CPU), SplitForward)
     assert not isinstance(planned.choose(None, CPU, True), SplitForward)
@@ -97,13 +104,24 @@ def test_a_graph_capture_splits_only_what_was_planned_before(planned, monkeypatc
     assert planned.choose(CU, CPU, True) is known
     assert not isinstance(planned.choose((0, 1300), CPU, True), SplitForward)
     monkeypatch.undo()
-    assert isinstance(planned._chosen[CU, CPU, EXACT], SplitForward)
+    assert isinstance(planned._chosen[CU, CPU, (EXACT, None)], SplitForward)
 
 
 def test_a_cut_for_the_first_time_within_a_capture_is_refused(compiled, monkeypatch):
     monkeypatch.setattr(op.device_indices, "is_capturing", lambda device: True)
     with pytest.raises(InputError, match="call once with these lengths before the capture"):
         compiled.split(CU, 5, CPU)
+
+
+def test_ordered_sequences_launch_the_forward_of_a_split_alone_long_ones_first(planned, launches):
+    lengths = [64 * n for n in range(1, 23)]
+    bounds = (0, *itertools.accumulate(lengths))
+    forward = planned.choose(bounds, CPU, True, 1e-3)
+    assert isinstance(forward, SplitForward) and not forward.segments.is_cut
+    planned(*tokens(sum(lengths)), torch.tensor(bounds, dtype=torch.int32), forward=forward)
+    assert [name for name, _ in launches] == ["kkt_inverse", "segment_forward"]
+    table = dict(zip(launch.ARGUMENTS["segment_forward"], launches[1][1]))["segments"]
+    assert table[:, 3].tolist() == list(range(21, -1, -1))
 
 
 def test_two_segments_launch_no_correction(compiled, launches):
@@ -140,10 +158,6 @@ def test_explain_needs_the_databases_schedules(tmp_path, launches):
 
 def test_a_cut_that_cuts_nothing_is_none_and_smaller_chunks_are_refused(compiled):
     assert compiled.split((0, 300), 4, CPU) is None
-    with pytest.raises(InputError, match="segments.is_cut"):
-        SplitForward(
-            dict.fromkeys(SPLIT_KERNELS), op.cut_batch(CONFIG.problem("segment_forward"), [64], 4), 4, EXACT, CPU
-        )
     compiled._load_split = None
     with pytest.raises(UnsupportedError, match="chunk_size == 64"):
         compiled.load_split(

@@ -79,6 +79,11 @@ def test_fits_replace_the_rates_and_bring_a_constant():
     assert plan.choose(PROBLEM, tuple(found.values()), [8192], 132, WHOLE) == HALVES
 
 
+def test_a_kernel_behind_another_takes_its_time_without_the_constant():
+    option = plan.Option(WHOLE, 1.5, 0.25, 40.0)
+    assert (option.time_us(100, 8), option.chained_us(100, 8)) == (192.0, 152.0)
+
+
 @pytest.mark.parametrize(
     "fits",
     [[], FITS[:1], [FITS[0], fit(HALVES, 1, 1, 1, template_digest="e" * 64)]],

@@ -3,6 +3,17 @@
 import random
 
 import pytest
+from qla_jit.templates.segments_sm90 import (
+    OF_AFTER,
+    OF_BEFORE,
+    OF_CHUNKS,
+    OF_COUNT,
+    OF_FIRST,
+    OF_SEGMENT,
+    OF_SEQUENCE,
+    OF_TOKEN,
+    TURN_FIELDS,
+)
 
 from qla_jit.errors import InputError
 from qla_jit.ragged import chunk_slots, num_checkpoints, num_slots
@@ -146,6 +157,48 @@ def test_only_cut_sequences_take_turns_and_only_three_segments_need_a_correction
     assert s.firsts == (0, 1, 4, 5, 6, 8)
     assert s.turns() == [1, 2, 6, 7, 3] and s.corrected_sequences() == [1]
     assert cut([64, 0], 16, 4).turns() == [] and cut([16 * 8], 16, 4).corrected_sequences() == []
+
+
+def rows_of_turns(lengths, limit, unit):
+    """{segment: its row of the turn table}, field by field, from the lengths and every sequence's cut alone."""
+    rows, segment = {}, 0
+    for n, length in enumerate(lengths):
+        sizes = cut([length], 16, limit, unit).chunks
+        for i, size in enumerate(sizes):
+            row = {
+                OF_SEGMENT: segment,
+                OF_SEQUENCE: n,
+                OF_FIRST: sum(sizes[:i]),
+                OF_COUNT: size,
+                OF_TOKEN: sum(lengths[:n]),
+                OF_BEFORE: sum(sizes[:i][-1:]),
+                OF_AFTER: sum(sizes[i + 1 :][:1]),
+                OF_CHUNKS: -(-length // 16),
+            }
+            if len(sizes) > 1:
+                rows[segment] = [row[field] for field in range(TURN_FIELDS)]
+            segment += 1
+    return rows
+
+
+def test_the_turn_table_tells_all_about_segments_of_cut_sequences():
+    s = cut([16 * 2, 16 * 11, 5, 0, 16 * 8 - 3], 16, 4)
+    assert s.turn_table() == [
+        (1, 1, 0, 4, 32, 0, 4, 11),
+        (2, 1, 4, 4, 32, 4, 3, 11),
+        (6, 4, 0, 4, 213, 0, 4, 8),
+        (7, 4, 4, 4, 213, 4, 0, 8),
+        (3, 1, 8, 3, 32, 4, 0, 11),
+    ]
+    assert cut([64, 0], 16, 4).turn_table() == [] and cut([], 16, 4).turn_table() == []
+
+
+def test_turn_tables_of_random_batches():
+    for lengths, limit, unit in cases():
+        s, rows = cut(lengths, 16, limit, unit), rows_of_turns(lengths, limit, unit)
+        table = s.turn_table()
+        assert [row[OF_SEGMENT] for row in table] == s.turns() and set(s.turns()) == set(rows)
+        assert [list(row) for row in table] == [rows[segment] for segment in s.turns()]
 
 
 def test_the_table_lists_every_segment_and_gives_each_its_turn():

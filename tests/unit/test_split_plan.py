@@ -1,5 +1,6 @@
 """When and how a batch is split, from made-up cost models: against every other length, and against the rules."""
 
+import math
 import random
 import re
 import statistics
@@ -50,18 +51,28 @@ def models(num_heads=2, num_value_heads=8, times=TIMES, **changes):
 
 
 def total_us(found, lengths, segment_chunks, share=0.75, warmup=MEASURED_WARMUP_CHUNKS):
-    """The prediction by the features themselves."""
+    """The prediction by the features themselves; of the launches only the first one's constant counts."""
 
-    def fastest(kernel, split=None):
-        problem = found.problems[kernel]
+    def fastest(kernel, split=None, may=lambda ctas: True):
+        ctas = [num_ctas(found.problems[kernel], o.schedule, lengths, split) for o in found.options[kernel]]
         return min(
-            o.time_us(steps(problem, o.schedule, lengths, SMS, split), num_ctas(problem, o.schedule, lengths, split))
-            for o in found.options[kernel]
+            (
+                o.us_per_step * steps(found.problems[kernel], o.schedule, lengths, SMS, split)
+                + o.us_per_cta * number
+                + (o.us_constant if kernel == "kkt_inverse" else 0.0)
+                for o, number in zip(found.options[kernel], ctas)
+                if may(number)
+            ),
+            default=math.inf,
         )
 
     inverse = fastest("kkt_inverse")
     if segment_chunks is None:
-        return inverse + fastest("fused_forward")
+        if len({-(-length // 64) for length in lengths}) == 1:
+            return inverse + fastest("fused_forward")
+        uncut = Split(1 << 20, share, warmup)
+        ways = fastest("fused_forward", None, lambda n: n <= SMS), fastest("segment_forward", uncut, lambda n: n > SMS)
+        return inverse + min(ways)
     return inverse + sum(fastest(kernel, Split(segment_chunks, share, warmup)) for kernel in SPLIT_KERNELS)
 
 
@@ -116,13 +127,25 @@ def test_expected_windows_follow_from_the_tolerance():
 
 def test_a_split_must_be_faster_by_the_margin():
     found = models()
-    whole_us = total_us(found, [32768], None)
-    best_us = plan_split(found, [32768], SMS, TOLERANCE).chosen.total_us
-    added_us = whole_us * (1 - MARGIN) - best_us
-    a, b, c = TIMES["segment_correct"]
-    for slower_us, is_split in ((0.9 * added_us, True), (1.1 * added_us, False)):
-        slow = models(times={**TIMES, "segment_correct": (a, b, c + slower_us)})
-        assert (plan_split(slow, [32768], SMS, TOLERANCE).segment_chunks is not None) == is_split
+    plan = plan_split(found, [32768], SMS, TOLERANCE)
+    forward = found.schedules["fused_forward"]
+    for factor, is_split in ((1.01, True), (0.99, False)):
+        whole_us = factor * plan.chosen.total_us / (1 - MARGIN)
+        us_per_chunk = (whole_us - plan.predicted_us["kkt_inverse"]) / 512  # one wave of 512 chunks
+        other = plan_split(models(fused_forward=(Option(forward, us_per_chunk),)), [32768], SMS, TOLERANCE)
+        assert other.segment_chunks == (plan.segment_chunks if is_split else None)
+        assert is_split or "more than 5% faster" in other.reason
+
+
+def test_constants_count_of_the_first_kernel_alone():
+    found, late = models(), models(times={kernel: (a, b, c + 100.0) for kernel, (a, b, c) in TIMES.items()})
+    plans = [plan_split(of, [32768], SMS, TOLERANCE) for of in (found, late)]
+    assert plans[0].segment_chunks == plans[1].segment_chunks == 32
+    added = {kernel: plans[1].predicted_us[kernel] - plans[0].predicted_us[kernel] for kernel in plans[0].schedules}
+    assert added == pytest.approx({"kkt_inverse": 100.0, **dict.fromkeys(SPLIT_KERNELS, 0.0)})
+    assert plans[1].chosen.total_us - plans[0].chosen.total_us == pytest.approx(100.0)
+    whole_us = [plan_split(of, [900], SMS, TOLERANCE).chosen.total_us for of in (found, late)]
+    assert whole_us[1] - whole_us[0] == pytest.approx(100.0)
 
 
 def batches(count):
@@ -138,6 +161,18 @@ def test_predictions_are_those_of_the_features():
         plan = plan_split(found, lengths, SMS, TOLERANCE, share)
         for way in (plan.chosen, *plan.alternatives):
             assert way.total_us == pytest.approx(total_us(found, lengths, way.segment_chunks, share), rel=2e-3)
+
+
+def test_sequences_that_would_wait_in_the_order_of_the_batch_start_by_length():
+    ragged, equal, few = [500] * 40 + [900], [900] * 41, [500, 900]  # too short to be cut
+    without = models(segment_forward=())
+    for lengths, is_ordered in ((ragged, True), (equal, False), (few, False)):
+        plan = plan_split(models(), lengths, SMS, "exact")
+        assert plan.chosen.is_ordered == is_ordered and plan.segment_chunks is None
+    plan = plan_split(models(), ragged, SMS, "exact")
+    assert list(plan.schedules) == ["kkt_inverse", "segment_forward"]
+    assert describe(plan).startswith("whole sequences, long ones first, predicted")
+    assert not plan_split(without, ragged, SMS, "exact").chosen.is_ordered
 
 
 def test_the_length_is_near_the_best_of_all():
@@ -240,7 +275,8 @@ def test_one_wave_form_is_used_where_it_errs_less_and_describes_the_call(tmp_pat
     plan = plan_split(found, [32768], SMS, TOLERANCE)
     told = {way.segment_chunks: way for way in (plan.chosen, *plan.alternatives)}
     inverse_us = plan.predicted_us["kkt_inverse"]
-    assert told[32].total_us == pytest.approx(inverse_us + 3.0 * 32 + 1.5 * 16 + 20.0)
+    constants_us = sum(TIMES[kernel][2] for kernel in SPLIT_KERNELS)  # the form has them, as its rows do
+    assert told[32].total_us == pytest.approx(inverse_us + 3.0 * 32 + 1.5 * 16 + 20.0 - constants_us)
     ragged = plan_split(found, [32768, 16384], SMS, TOLERANCE)
     assert ragged.chosen.total_us == pytest.approx(sum(ragged.predicted_us.values()))
     worse = cost_model(forward, default(forward), (3.0, 1.5, 20.0), "one_wave", loo_error=0.03)

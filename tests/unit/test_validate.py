@@ -84,6 +84,7 @@ MALFORMED = {
     "chunk_size in (16, 32, 64)": dict(chunk_size=128),
     "auto_cp is a bool": dict(auto_cp="yes"),
     '`window == "exact" or': dict(window=2.0),
+    "`0 <= window_share <= 1`": dict(window_share=1.5),
     "flags and lengths must be plain values": dict(window=["exact"]),
     "out is contiguous and like v": dict(out=torch.zeros(B, T, HV, V)),
     "output_final_state with final_state_out": dict(final_state_out=torch.zeros(B, HV, K, V)),
