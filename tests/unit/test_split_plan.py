@@ -1,5 +1,6 @@
 """When and how a batch is split, from made-up cost models: against every other length, and against the rules."""
 
+import dataclasses
 import math
 import random
 import re
@@ -283,6 +284,19 @@ def test_one_wave_form_is_used_where_it_errs_less_and_describes_the_call(tmp_pat
     config, db = stored(tmp_path / "other.sqlite", worse)
     with db:
         assert SplitModels.of(config, db).one_wave is None
+
+
+def test_one_wave_form_is_less_the_constants_of_the_schedules_that_run():
+    forward = OpConfig(2, 8).problem("segment_forward")
+    whole, halves = models().options["segment_forward"]
+    found = models(segment_forward=(halves, dataclasses.replace(whole, us_constant=3.0)))
+    wave = cost_model(forward, default(forward), (3.0, 1.5, 20.0), "one_wave")
+    plan = plan_split(dataclasses.replace(found, one_wave=wave), [32768], SMS, TOLERANCE)
+    (way,) = (of for of in (plan.chosen, *plan.alternatives) if of.segment_chunks == 32)
+    assert way.kernels[-1].schedule == whole.schedule  # 128 CTAs run at once, 256 do not
+    constants_us = TIMES["segment_state"][2] + TIMES["segment_correct"][2] + 3.0
+    inverse_us = plan.predicted_us["kkt_inverse"]
+    assert way.total_us == pytest.approx(inverse_us + 3.0 * 32 + 1.5 * 16 + 20.0 - constants_us)
 
 
 def test_text_names_the_choice_the_times_and_what_was_beaten():
