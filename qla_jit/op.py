@@ -329,11 +329,15 @@ class CompiledOp:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a config runs: one (spec, match) per kernel, and what `plan` may choose from for `fused_forward`."""
+    """What a config runs: one (spec, match) per kernel, and what `plan` may choose from for `fused_forward`.
+
+    models: what `split_plan` chooses by, None where it has no choice.
+    """
 
     chunk_size: int
     kernels: dict[str, tuple[KernelSpec, Match | None]]
     options: tuple[plan.Option, ...]
+    models: SplitModels | None = None
 
     @property
     def variants(self) -> list[KernelSpec]:
@@ -344,7 +348,15 @@ class Selection:
     @property
     def specs(self) -> list[KernelSpec]:
         """Every kernel that a call with this config can launch."""
-        return [*(spec for spec, _ in self.kernels.values()), *self.variants]
+        return [*(spec for spec, _ in self.kernels.values()), *self.variants, *self.split_specs]
+
+    @property
+    def split_specs(self) -> list[KernelSpec]:
+        """Kernels of a split that the plan of a call may choose."""
+        if self.models is None or not self.models.can_split:
+            return []
+        models = self.models
+        return [KernelSpec(models.problems[name], o.schedule) for name in SPLIT_KERNELS for o in models.options[name]]
 
 
 def select_kernels(
@@ -363,7 +375,8 @@ def select_kernels(
         kernels[name] = KernelSpec(problem, match.schedule), match
         if name == "fused_forward":
             options = plan.options(problem, db.siblings(match), db.fits(problem))
-    return Selection(chunk_size, kernels, options)
+    models = SplitModels.of(config, db) if not schedules and chunk_size == DEFAULT_CHUNK_SIZE else None
+    return Selection(chunk_size, kernels, options, models)
 
 
 def compile(
@@ -394,12 +407,9 @@ def compile(
         looked_up = None if given else db.lookup(problem)
         return load(KernelSpec(problem, given or looked_up.schedule), looked_up)
 
-    models = None if schedules else SplitModels.of(config, db)
-    operator = CompiledOp(config, chosen.chunk_size, kernels, chosen.options, variants, models, load_split)
-    if models is not None and models.can_split:
-        for name in SPLIT_KERNELS:
-            for option in models.options[name]:
-                operator.load_split(name, option.schedule)
+    operator = CompiledOp(config, chosen.chunk_size, kernels, chosen.options, variants, chosen.models, load_split)
+    for spec in chosen.split_specs:
+        operator.load_split(spec.problem.kernel, spec.schedule)
     return operator
 
 

@@ -10,7 +10,7 @@ from .db import Database
 from .db.lookup import is_current
 from .db.records import ALL_WORKLOADS, BestRow, CostModel
 from .plan import Option, options
-from .registry import candidates, select
+from .registry import candidates
 from .resources import is_feasible
 from .schedule import Schedule
 
@@ -62,7 +62,7 @@ def split_options(
     """The schedules of a kernel of a split that a plan chooses from, each with its cost model.
 
     rows: of one sweep.  fits: of `Database.fits`, the preferred first.  Of schedules that share the work alike among
-    CTAs, one: the best over all workloads, else the winner of most; without rows, the template's default.
+    CTAs, one: the best over all workloads, else the winner of most, else what most rows of any heads tell of.
     """
     digests = {row.schedule.template: row.template_digest for row in rows}
     fitted: dict[Schedule, CostModel] = {}
@@ -73,10 +73,9 @@ def split_options(
     wins: dict[Schedule, int] = {}
     for row in rows:
         wins[row.schedule] = wins.get(row.schedule, 0) + (len(rows) if row.workload == ALL_WORKLOADS else 1)
-    wins.setdefault(select(problem).default(problem), 0)
     chosen: dict[tuple, Schedule] = {}
-    for schedule in sorted(wins, key=lambda s: (-wins[s], str(s))):
-        if schedule in fitted and is_feasible(problem, schedule):
+    for schedule in sorted(fitted, key=lambda s: (-wins.get(s, 0), -fitted[s].rows, fitted[s].coefficients[0], str(s))):
+        if is_feasible(problem, schedule):
             chosen.setdefault((schedule.template, *map(schedule.params().get, ("columns", "dv_split"))), schedule)
     return [(Option(s, *fitted[s].coefficients), fitted[s]) for s in chosen.values()]
 

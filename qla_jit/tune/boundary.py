@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..config import SPLIT_KERNELS, OpConfig, Problem
+from ..config import FORWARD_KERNELS, SPLIT_KERNELS, OpConfig, Problem
 from ..db.lookup import Match, choose, family
 from ..db.records import BestRow, CostModel, Environment
 from ..model.features import MEASURED_TOLERANCE
 from ..model.observation import Observation
 from ..model.split_rows import problem_as
+from ..registry import candidates
 from ..split_models import SplitModels
 from ..split_plan import SplitPlan, plan_split
 from ..workload import DECAYING_PERCENT, parse
@@ -132,6 +133,8 @@ def boundaries(
             forward.num_heads, forward.num_value_heads, forward.head_dim_k, forward.head_dim_v, forward.dtype,
             forward.state_dtype, bool(forward.state_v_first), forward.arch,
         )  # fmt: skip
+        if not all(candidates(config.problem(kernel, forward.chunk_size)) for kernel in FORWARD_KERNELS):
+            continue  # rows of a version with other templates
         models = SplitModels.of(config, rows, forward.chunk_size)
         if models.can_split:
             fit = next(f for f in rows.fits(forward) if f.form == "work")
