@@ -25,7 +25,7 @@ from .model.features import (
     chunk_counts,
     ctas_per_head,
     expected_warmup_chunks,
-    launched_ctas,
+    launched,
     longest_segment,
     separate_ctas,
     separate_steps,
@@ -206,13 +206,11 @@ class _Search:
         """The options of a kernel with the least time that its work allows, the least first.  items: of a split."""
         longest = max(found, default=0)
         work = sum([length * number for length, number in found.items()]) / self._sm_count
-        number = sum(found.values())
+        number = sum(found.values()) if items is None else launched(self._models.problems[kernel], items, found)
         bounded = []
         for option, by in self._options(kernel):
             times, among = by
             ctas = number * times // among
-            if items is not None:
-                ctas = launched_ctas(self._models.problems[kernel], option.schedule, items, found)
             least_us = option.chained_us(max(longest, work * times / among), ctas)
             bounded.append((least_us, option, found, by, ctas))
         return sorted(bounded, key=itemgetter(0))

@@ -179,12 +179,12 @@ def chains(problem: Problem, items: SplitItems) -> Mapping[int, int]:
     return columns
 
 
-def launched_ctas(problem: Problem, schedule: Schedule, items: SplitItems, found: Mapping[int, int]) -> int:
-    """CTAs of a kernel of a split, those with nothing to do included.  found: its `chains`."""
-    times, among = shares(problem, schedule)
+def launched(problem: Problem, items: SplitItems, found: Mapping[int, int]) -> int:
+    """What a kernel of a split is launched for, before `shares`: its chains, but of `segment_state` all columns of cut
+    sequences, with something to do or not.  found: its `chains`."""
     if problem.kernel == "segment_state":
-        return items.asked * (problem.head_dim_v + problem.head_dim_k) * times // among
-    return sum(found.values()) * times // among
+        return items.asked * (problem.head_dim_v + problem.head_dim_k)
+    return sum(found.values())
 
 
 def shares(problem: Problem, schedule: Schedule) -> tuple[int, int]:
@@ -215,10 +215,11 @@ def steps(
 
 
 def num_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:
-    """CTAs of a launch.  split, errors: as of `steps`."""
+    """CTAs as cost models count them, see `launched`.  split, errors: as of `steps`."""
     if problem.kernel in SPLIT_KERNELS:
         items = _items(problem, lengths, split)
-        return launched_ctas(problem, schedule, items, chains(problem, items))
+        times, among = shares(problem, schedule)
+        return launched(problem, items, chains(problem, items)) * times // among
     return num_busy_ctas(problem, schedule, lengths)
 
 
