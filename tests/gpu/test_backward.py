@@ -55,21 +55,23 @@ def peer(x, do, dfinal):
     return torch.autograd.grad((o, final), leaves, (do, dfinal))
 
 
-def limits_of(x, do, dfinal, want):
-    """What rounding explains: of each tensor 1.5 times what it does to the chunk form in PyTorch, at least `LIMITS`."""
-    errors = map(relative_error, peer(x, do, dfinal), want)
-    return {name: max(LIMITS[name], 1.5 * error) for name, error in zip(NAMES, errors)}
+def assert_close(got, x, do, dfinal):
+    """Per tensor, and per value head (key head for q and k): a head that is wrong must not hide in the others.
 
-
-def assert_close(got, want, limits):
-    """Per tensor, and per value head (key head for q and k): a head that is wrong must not hide in the others."""
-    for name, a, b in zip(NAMES, got, want):
+    What rounding explains is right: 1.5 times what it does to the chunk form in PyTorch, and at least `LIMITS`.
+    """
+    want, others = wanted(x, do, dfinal), None
+    for i, (name, a, b) in enumerate(zip(NAMES, got, want)):
         assert a.isfinite().all(), name
-        assert relative_error(a, b) < limits[name], (name, relative_error(a, b))
+        limit = LIMITS[name]
+        if relative_error(a, b) >= limit:
+            others = others or peer(x, do, dfinal)
+            limit = max(limit, 1.5 * relative_error(others[i], b))
+        assert relative_error(a, b) < limit, (name, relative_error(a, b))
         axis = 1 if name == "initial_state" else 2
         for head, (one, other) in enumerate(zip(a.unbind(axis), b.unbind(axis))):
             size = max(other.norm(), b.norm() / b.shape[axis] ** 0.5)  # a head whose gradient is 0 by chance may err
-            assert (one - other).norm() < 3 * limits[name] * size, (name, head)
+            assert (one - other).norm() < 3 * limit * size, (name, head)
 
 
 #: Of g more: its gradient is a difference of sums, of which one is a product of two states in 16 bits.
@@ -82,8 +84,7 @@ LIMITS = dict.fromkeys(NAMES, 6e-3) | {"g": 2e-2, "beta": 8e-3}
 def test_all_gradients_match_float64(lengths, group, gates):
     x, do, dfinal = case(lengths, 2, 2 * group, seed=group, gates=gates)
     *_, got = gradients(x, do, dfinal)
-    want = wanted(x, do, dfinal)
-    assert_close(got, want, limits_of(x, do, dfinal, want))
+    assert_close(got, x, do, dfinal)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +111,7 @@ def test_other_shapes_layouts_and_dtypes_match_float64(config):
         gates="bench",
     )
     *_, got = gradients(x, do, dfinal, config.state_v_first)
-    want = wanted(x, do, dfinal)
-    assert_close(got, want, limits_of(x, do, dfinal, want))
+    assert_close(got, x, do, dfinal)
 
 
 def test_every_decay_in_one_call_and_betas_of_zero_and_one():
@@ -123,8 +123,7 @@ def test_every_decay_in_one_call_and_betas_of_zero_and_one():
     x.beta[:, ::7] = 0.0
     x.beta[:, 3::7] = 1.0
     *_, got = gradients(x, do, dfinal)
-    want = wanted(x, do, dfinal)
-    assert_close(got, want, limits_of(x, do, dfinal, want))
+    assert_close(got, x, do, dfinal)
 
 
 def test_rows_past_the_last_sequence_get_no_gradient_and_give_none():
