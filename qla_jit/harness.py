@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -79,6 +79,11 @@ class Case:
             x = self.tensors[name]
             x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min)
         self.prepare(self.tensors)
+
+    def copy(self) -> Case:
+        """The same case in memory of its own, which `refill` can give other data."""
+        own = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self.tensors.items()}
+        return replace(self, tensors=own)
 
     def refill(self, other: Case) -> None:
         """Take the data and the reference of another case of equal shapes, keeping this case's addresses."""

@@ -60,21 +60,28 @@ class Bench:
         self._device = device
         self._key: object = None
         self._cases: dict = {}
+        self._arenas: dict = {}
         self._flush = None
 
-    def case(self, problem: Problem, lengths: Sequence[int], seed: int | str, gates: str = "bench", **cut):
+    def case(self, problem: Problem, lengths: Sequence[int], seed: int, gates: str = "bench", **cut):
         """A cached case; another problem frees the previous ones.  cut: further arguments of `harness.make_case`."""
         if self._key != problem:
-            self._key, self._cases = problem, {}
+            self._key, self._cases, self._arenas = problem, {}, {}
         key = (tuple(lengths), seed, gates, *cut.items())
         if key not in self._cases:
-            number = 0 if isinstance(seed, str) else seed
-            self._cases[key] = self._make_case(problem, lengths, number, self._device, gates=gates, **cut)
+            self._cases[key] = self._make_case(problem, lengths, seed, self._device, gates=gates, **cut)
         return self._cases[key]
+
+    def arena(self, source, lengths: Sequence[int], **cut):
+        """The one set of tensors that kernels run on, of the shapes of ``source``, a case of the problem at hand."""
+        key = (tuple(lengths), *cut.items())
+        if key not in self._arenas:
+            self._arenas[key] = source.copy()
+        return self._arenas[key]
 
     def forget(self) -> None:
         """Free all tensors, after running out of memory."""
-        self._key, self._cases, self._flush = None, {}, None
+        self._key, self._cases, self._arenas, self._flush = None, {}, {}, None
 
     def flush(self) -> None:
         import torch
@@ -105,7 +112,7 @@ def measure(
     seeds = (seed, seed + 1, seed + 2)
     asked = asked or {}
     data = [bench.case(problem, lengths, s, **asked) for s in (seeds if verify else seeds[:1])]
-    arena = bench.case(problem, lengths, "arena", **asked)
+    arena = bench.arena(data[0], lengths, **asked)
     stage("verify")
     started = time.perf_counter()
     if verify:

@@ -1,5 +1,6 @@
 """The order of checks around a timing, on a case without a GPU: capture and clock are replaced, the checks are real."""
 
+import copy
 import math
 
 import pytest
@@ -18,6 +19,9 @@ class FakeCase:
     def __init__(self, problem, lengths, seed, device, gates):
         self.lengths, self.value, self.gates = tuple(lengths), float(seed + 1), gates
         self.output = 0.0
+
+    def copy(self):
+        return copy.copy(self)
 
     def refill(self, other):
         self.value = other.value
@@ -103,7 +107,7 @@ def test_data_is_made_once_per_seed_and_freed_for_another_problem():
     bench = Bench("none", lambda *a, **k: (made.append(a), FakeCase(*a, **k))[1])
     for _ in range(3):
         run(lambda x, y, n: 2 * x, bench=bench)
-    assert len(made) == 6  # three seeds, the arena, the edge lengths without and with violent decay
+    assert len(made) == 5  # three seeds, of which one is copied, the edge lengths without and with violent decay
     bench.case(problem(8, 32), [64], 0)
     assert len(bench._cases) == 1
 
@@ -121,5 +125,5 @@ def test_what_the_workload_says_goes_to_its_cases_and_not_to_the_edge_lengths():
         Bench("none", make_case), lambda x, y, n: 2 * x, split, [4096], 10, 2, True, lambda stage: None, asked=asked
     )
     assert found.status == "ok"
-    assert made[:4] == [((4096,), "mild:50", {"segment_chunks": 16})] * 4  # three seeds and the arena
-    assert made[4:] == [(edge_lengths(split), gates, {}) for gates in EDGE_GATES]
+    assert made[:3] == [((4096,), "mild:50", {"segment_chunks": 16})] * 3  # three seeds
+    assert made[3:] == [(edge_lengths(split), gates, {}) for gates in EDGE_GATES]

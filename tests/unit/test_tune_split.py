@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from qla_jit.templates.segments_sm90 import FIRST, SEQUENCE
 from split_times import ModelEvaluator, timed
 from tuning_fakes import ENVIRONMENT
@@ -190,3 +191,16 @@ def test_shipped_list_of_a_split_has_few_heads_several_lengths_and_all_shares():
     assert ENVIRONMENT.sm_count == 132 and timed(found[0], default(found[0]), "1x32768/16").median_us > 0
     default_list = shipped_problems("sm90")
     assert {problem.kernel for problem in default_list} == set(FORWARD_KERNELS)
+
+
+def test_a_copy_of_a_case_has_memory_of_its_own_and_takes_other_data():
+    split = OpConfig(1, 2, 64, 64).problem("segment_forward")
+    first, second = (harness.make_case(split, (1100, 64), seed, "cpu", segment_chunks=8) for seed in (0, 1))
+    arena = first.copy()
+    kept = {name: x.clone() for name, x in first.tensors.items() if isinstance(x, torch.Tensor)}
+    arena.poison()
+    arena.refill(second)
+    for name, x in kept.items():
+        assert torch.equal(first.tensors[name].nan_to_num(), x.nan_to_num()), name
+        assert torch.equal(arena.tensors[name].nan_to_num(), second.tensors[name].nan_to_num()), name
+    assert all(torch.equal(arena.wanted[name], x) for name, x in second.wanted.items())
