@@ -119,19 +119,27 @@ def chunk_gated_delta_rule(
         raise InputError(
             f"`workspace is a qla_jit.Workspace` must hold, but got {type(workspace).__name__}; make one per stream."
         )
+    activation = None
+    if use_qk_l2norm_in_kernel or use_beta_sigmoid_in_kernel or gate:
+        a_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if gate else (None, None)
+        beta_scale = (2 if allow_neg_eigval else 1) if use_beta_sigmoid_in_kernel else None
+        activation = Activation(bool(use_qk_l2norm_in_kernel), beta_scale, a_log, dt_bias)
+    if torch.compiler.is_compiling():
+        _refuse_traced(
+            out=out, final_state_out=final_state_out, state_indices=state_indices, checkpoint_every=checkpoint_every,
+            workspace=workspace,
+        )  # fmt: skip
+        return _trace(
+            q, k, v, g, beta, activation, initial_state, cu_seqlens, cu_seqlens_cpu, scale, bool(output_final_state),
+            bool(state_v_first), state_dtype, auto_cp, EXACT if allow_neg_eigval else window, window_share,
+        )  # fmt: skip
     call = validate(
         q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu,
         state_dtype, chunk_size, auto_cp, window, window_share, out, state_indices, checkpoint_every, final_state_out,
     )  # fmt: skip
 
-    activation = None
-    if use_qk_l2norm_in_kernel or use_beta_sigmoid_in_kernel or gate:
-        a_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if gate else (None, None)
-        if gate:
-            check_gate_parameters(a_log, dt_bias, v)
-        beta_scale = (2 if allow_neg_eigval else 1) if use_beta_sigmoid_in_kernel else None
-        activation = Activation(bool(use_qk_l2norm_in_kernel), beta_scale, a_log, dt_bias)
-
+    if gate:
+        check_gate_parameters(activation.a_log, activation.dt_bias, v)
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or g.requires_grad or beta.requires_grad
         or (initial_state is not None and initial_state.requires_grad)
@@ -161,6 +169,37 @@ def chunk_gated_delta_rule(
     return _forward_cuda()(
         call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace, activation
     )
+
+
+def _refuse_traced(**given) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise UnsupportedError(
+                f"`{name} is None` must hold inside torch.compile; call outside of what is compiled, or leave it out."
+            )
+
+
+def _trace(q, k, v, g, beta, activation, initial_state, cu_seqlens, cu_seqlens_cpu, *options):
+    """The call as a node of a traced graph (`library`); what is done to the inputs first is traced in PyTorch."""
+    from . import library
+
+    if activation is not None:
+        if activation.a_log is not None:
+            check_gate_parameters(activation.a_log, activation.dt_bias, v)
+        q, k, g, beta = activation.apply(q, k, g, beta)
+    if cu_seqlens_cpu is not None and not isinstance(cu_seqlens_cpu, torch.Tensor):
+        cu_seqlens_cpu = torch.tensor(cu_seqlens_cpu, dtype=torch.int32)
+    scale, output_final_state, state_v_first, state_dtype, auto_cp, window, window_share = options
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if initial_state is not None:
+        initial_state = initial_state.to(state_dtype or wide).contiguous()
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    g, beta = (x.to(wide).contiguous() for x in (g, beta))
+    o, final = library.forward(
+        q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state, state_v_first,
+        state_dtype, auto_cp, 0.0 if window == EXACT else window, window_share,
+    )  # fmt: skip
+    return o, final if output_final_state else None
 
 
 def _run_with_gradients(call: Call, q, k, v, g, beta, cu_seqlens, initial_state):

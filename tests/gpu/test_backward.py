@@ -1,7 +1,10 @@
 """Gradients on the card: all six against float64, per head, from no decay to violent decay, repeated, with padding."""
 
+import functools
+
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from qla_jit import autograd, build, chunk_gated_delta_rule, dispatch, launch, runtime
 from qla_jit.artifacts import ArtifactStore
@@ -165,6 +168,26 @@ def test_a_gradient_of_either_output_alone():
         *_, got = gradients(x, gradient_o, gradient_state)
         for name, a, b in zip(NAMES, got, want):
             assert relative_error(a, b) < 1.5 * LIMITS[name] or not b.any(), name
+
+
+def test_a_call_in_a_compiled_graph_and_under_checkpointing_gives_the_bits_of_an_eager_one():
+    x, do, dfinal = case((300, 64), 2, 4, seed=12, gates="bench")
+    leaves = [t.detach().clone().requires_grad_() for t in (*x.tokens, x.initial_state)]
+    host = torch.tensor(x.cu_host, dtype=torch.int32)
+
+    def step(q, k, v, g, beta, state):
+        return chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=state, output_final_state=True, cu_seqlens=x.cu_seqlens,
+            cu_seqlens_cpu=host,
+        )  # fmt: skip
+
+    checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, step, use_reentrant=False)
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager"), checkpointed):
+        outputs = run(*leaves)
+        found.append((*outputs, *torch.autograd.grad(outputs, leaves, (do, dfinal))))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
 
 def test_the_backward_is_compiled_once_per_config():
