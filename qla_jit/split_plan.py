@@ -174,8 +174,9 @@ class _Search:
         schedule, time_us = self._models.schedules["kkt_inverse"], None
         for option in self._models.options.get("kkt_inverse", ()):
             if option.schedule == schedule and self._chunks:
-                ctas = separate_ctas(self._models.problems["kkt_inverse"], schedule, self._chunks)
-                time_us = option.time_us(separate_steps(schedule, ctas, self._sm_count), ctas)
+                problem = self._models.problems["kkt_inverse"]
+                ctas = separate_ctas(problem, schedule, self._chunks)
+                time_us = option.time_us(separate_steps(problem, schedule, ctas, self._sm_count), ctas)
         return KernelTime("kkt_inverse", schedule, time_us)
 
     def _whole(self) -> Alternative:

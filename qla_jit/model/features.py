@@ -1,9 +1,9 @@
 """What the time of a launch depends on: chunks on the busiest SM (depth), and CTAs.
 
-A kernel that walks sequences chunk by chunk (`fused_forward`) has a chain of work per (sequence, value head), those of
-a split (`split_items`) one per (segment, value head); the others do every chunk by itself.  Chains run on the SMs as
-`makespan` has it, the longest first.  `segment_state` is launched for all segments of cut sequences, and most of its
-CTAs find nothing to do: those count as CTAs, and not as chains.
+A kernel that walks sequences chunk by chunk (`SEQUENTIAL_KERNELS`) has a chain of work per (sequence, value head),
+those of a split (`split_items`) one per (segment, value head); the others do every chunk by itself.  Chains run on the
+SMs as `makespan` has it, the longest first.  `segment_state` is launched for all segments of cut sequences, and most of
+its CTAs find nothing to do: those count as CTAs, and not as chains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..segments import least_segment_chunks
 from ..workload import DECAYING_PERCENT, Workload
 from .makespan import makespan
 
-SEQUENTIAL_KERNELS = ("fused_forward",)
+SEQUENTIAL_KERNELS = ("fused_forward", "recompute_state", "backward_state")
 #: Value heads that forget, and what their gates sum to over 64 tokens, where nothing is known of a call's gates: those
 #: that are measured by default, logsigmoid of a standard normal over 16 (its mean is −0.806) on 75 % of the heads.
 EXPECTED_WINDOW_SHARE = DECAYING_PERCENT / 100
@@ -211,7 +211,7 @@ def steps(
     """
     if problem.kernel in SPLIT_KERNELS or problem.kernel in SEQUENTIAL_KERNELS:
         return makespan(kernel_groups(problem, schedule, lengths, split), sm_count)
-    return separate_steps(schedule, num_ctas(problem, schedule, lengths), sm_count)
+    return separate_steps(problem, schedule, num_ctas(problem, schedule, lengths), sm_count)
 
 
 def num_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:
@@ -233,12 +233,12 @@ def num_busy_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], 
 
 def separate_ctas(problem: Problem, schedule: Schedule, chunks: int) -> int:
     """CTAs of a kernel that does every one of ``chunks`` by itself."""
-    return -(-chunks * problem.num_value_heads // _heads_per_cta(schedule))
+    return -(-chunks * problem.num_value_heads // _chunks_per_cta(problem, schedule))
 
 
-def separate_steps(schedule: Schedule, ctas: int, sm_count: int) -> float:
+def separate_steps(problem: Problem, schedule: Schedule, ctas: int, sm_count: int) -> float:
     """Chunks of one head on the busiest SM, of such a kernel."""
-    return float(_heads_per_cta(schedule) * -(-ctas // sm_count))
+    return float(_chunks_per_cta(problem, schedule) * -(-ctas // sm_count))
 
 
 def kernel_groups(
@@ -263,5 +263,9 @@ def _items(problem: Problem, lengths: Sequence[int], split: Split | None) -> Spl
     return split_items(counts, problem.num_value_heads, least_segment_chunks(problem), split)
 
 
-def _heads_per_cta(schedule: Schedule) -> int:
-    return schedule.params().get("value_heads_per_cta", 1)
+def _chunks_per_cta(problem: Problem, schedule: Schedule) -> int:
+    """Chunks of one value head that a CTA of a kernel without chains does."""
+    params = schedule.params()
+    if problem.kernel == "backward_grad":  # all value heads of a key head
+        return params.get("chunks_per_cta", 1) * problem.group_size
+    return params.get("value_heads_per_cta", 1)

@@ -178,3 +178,19 @@ def test_many_lengths_are_merged_without_losing_the_longest_or_the_work():
 def test_few_lengths_are_kept():
     assert chunk_counts([64, 65, 0, 1, 128], 64) == {1: 2, 2: 2}
     assert split_items(chunk_counts([0, 0], 64), 8, 8, Split(16)).forward == {}
+
+
+def test_kernels_of_the_backward_walk_chains_or_do_every_chunk_of_a_key_head_by_itself():
+    config, lengths = OpConfig(2, 8), [640, 320]
+    for name in ("recompute_state", "backward_state"):
+        problem = config.problem(name)
+        assert (steps(problem, default(problem), lengths, 132), num_ctas(problem, default(problem), lengths)) == (
+            10,
+            16,
+        )
+        halves = default(problem).replace(dv_split=2, registers="40/168/240")
+        assert num_ctas(problem, halves, lengths) == 32
+    problem = config.problem("backward_grad")
+    schedule = default(problem).replace(chunks_per_cta=2)
+    assert num_ctas(problem, schedule, lengths) == 15 * 2 // 2  # chunks times key heads, two chunks each
+    assert steps(problem, schedule, lengths, 132) == 2 * 4  # of the four value heads of a key head
