@@ -127,7 +127,7 @@ def chunk_gated_delta_rule(
     if torch.compiler.is_compiling():
         _refuse_traced(
             out=out, final_state_out=final_state_out, state_indices=state_indices, checkpoint_every=checkpoint_every,
-            workspace=workspace,
+            workspace=workspace, backward=None if backward == "kernel" else backward,
         )  # fmt: skip
         return _trace(
             q, k, v, g, beta, activation, initial_state, cu_seqlens, cu_seqlens_cpu, scale, bool(output_final_state),
@@ -175,11 +175,14 @@ def _refuse_traced(**given) -> None:
     for name, x in given.items():
         if x is not None:
             raise UnsupportedError(
-                f"`{name} is None` must hold inside torch.compile; call outside of what is compiled, or leave it out."
+                f"`{name}` must not be given inside torch.compile, but it is; leave it out, or call outside the graph."
             )
 
 
-def _trace(q, k, v, g, beta, activation, initial_state, cu_seqlens, cu_seqlens_cpu, *options):
+def _trace(
+    q, k, v, g, beta, activation, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state, state_v_first,
+    state_dtype, auto_cp, window, window_share,
+):  # fmt: skip
     """The call as a node of a traced graph (`library`); what is done to the inputs first is traced in PyTorch."""
     from . import library
 
@@ -189,7 +192,6 @@ def _trace(q, k, v, g, beta, activation, initial_state, cu_seqlens, cu_seqlens_c
         q, k, g, beta = activation.apply(q, k, g, beta)
     if cu_seqlens_cpu is not None and not isinstance(cu_seqlens_cpu, torch.Tensor):
         cu_seqlens_cpu = torch.tensor(cu_seqlens_cpu, dtype=torch.int32)
-    scale, output_final_state, state_v_first, state_dtype, auto_cp, window, window_share = options
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if initial_state is not None:
         initial_state = initial_state.to(state_dtype or wide).contiguous()

@@ -30,9 +30,9 @@ EXPECTED_DECAY = 0.806 / 16 * 64
 #: The tolerance of windows that kernels are measured with, and the chunks that one takes then.
 MEASURED_TOLERANCE = 1e-5
 MEASURED_WARMUP_CHUNKS = 4
-#: What a chain takes besides its chunks, as chunks: of `segment_state`, which asks for windows, fills its pipeline and
-#: rounds D in two terms.  Of 0 to 12 chunks, what describes sweeps on an H200 best; the others need none.
-STARTUP_CHUNKS = {"segment_state": 4}
+#: What a chain of `segment_state`, which asks for windows, fills its pipeline and rounds D in two terms, takes besides
+#: its chunks, as chunks.  Of 0 to 12, what describes sweeps on an H200 best; the other kernels need none.
+STATE_STARTUP_CHUNKS = 4
 #: Distinct sequence lengths, in chunks, that are told apart; of more, near ones count as their mean.
 MOST_LENGTHS = 24
 
@@ -172,10 +172,11 @@ def chains(problem: Problem, items: SplitItems) -> Mapping[int, int]:
         return items.forward
     if problem.kernel == "segment_correct":
         return items.correct
-    startup = STARTUP_CHUNKS["segment_state"]
-    columns = {length + startup: number * problem.head_dim_v for length, number in items.values.items()}
-    for length, number in items.keys.items():
-        columns[length + startup] = columns.get(length + startup, 0) + number * problem.head_dim_k
+    columns: dict[int, int] = {}
+    for of_segments, dim in ((items.values, problem.head_dim_v), (items.keys, problem.head_dim_k)):
+        for chunks, number in of_segments.items():
+            length = chunks + STATE_STARTUP_CHUNKS
+            columns[length] = columns.get(length, 0) + number * dim
     return columns
 
 

@@ -5,7 +5,7 @@ import torch
 
 from qla_jit import build, harness, registry, runtime
 from qla_jit.artifacts import ArtifactStore
-from qla_jit.config import UNCHUNKED_KERNELS, OpConfig
+from qla_jit.config import SPLIT_KERNELS, UNCHUNKED_KERNELS, OpConfig
 from qla_jit.spec import KernelSpec
 
 pytestmark = pytest.mark.gpu
@@ -45,19 +45,6 @@ def kernels():
                     yield pytest.param(template.name, problem, id=f"{template.name}-{config}-{chunk_size}")
 
 
-def repeat(case, kernel, times):
-    """Run a kernel again and again: always the same bits."""
-
-    def run():
-        case.poison()
-        case.launch(kernel)
-        return case.written()
-
-    first = run()
-    for _ in range(times):
-        assert all(torch.equal(first[name], x) for name, x in run().items())
-
-
 def load(name, problem):
     template = registry.get_template(name)
     spec = KernelSpec(problem, template.default(problem))
@@ -75,12 +62,26 @@ def test_kernel_matches_float64_on_edge_lengths_and_any_decay(name, problem):
             assert case.error() <= case.tolerance, (lengths, gates)
 
 
-@pytest.mark.parametrize("name", ["input_activation", "kkt_inverse_sm90", "fused_forward_sm90"])
-def test_two_hundred_runs_are_bitwise_equal(name):
-    config = OpConfig(16, 64)
+REPEATED = (
+    *((name, OpConfig(16, 64), (1000, 64, 2048, 37), {}) for name in ("input_activation", "kkt_inverse_sm90")),
+    ("fused_forward_sm90", OpConfig(16, 64), (1000, 64, 2048, 37), {}),
+    *((f"{kernel}_sm90", OpConfig(2, 8), (9000, 64, 3000), {"segment_chunks": 10}) for kernel in SPLIT_KERNELS),
+)
+
+
+@pytest.mark.parametrize(("name", "config", "lengths", "asked"), REPEATED, ids=[name for name, *_ in REPEATED])
+def test_two_hundred_runs_are_bitwise_equal(name, config, lengths, asked):
     problem = config.problem(registry.get_template(name).kernel)
-    kernel = load(name, problem)
-    repeat(harness.make_case(problem, (1000, 64, 2048, 37), seed=3), kernel, 200)
+    kernel, case = load(name, problem), harness.make_case(problem, lengths, seed=3, **asked)
+
+    def run():
+        case.poison()
+        case.launch(kernel)
+        return case.written()
+
+    first = run()
+    for _ in range(200):
+        assert all(torch.equal(first[name], x) for name, x in run().items())
 
 
 @pytest.mark.parametrize("config", (CONFIGS[0], CONFIGS[2], CONFIGS[3]), ids=str)

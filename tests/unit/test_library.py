@@ -73,8 +73,10 @@ def test_the_operators_of_the_library_keep_pytorchs_rules():
     torch.library.opcheck(library.forward, (*leaves[:5], None, None, None, 0.1, False, True, None, False, 0.0, None))
 
 
-def test_what_writes_into_tensors_is_refused_inside_a_graph():
+@pytest.mark.parametrize("name", ["out", "backward"])
+def test_what_a_node_of_a_graph_cannot_do_is_refused(monkeypatch, name):
     leaves, x = inputs()
-    with pytest.raises(UnsupportedError, match="out is None"), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.compiler, "is_compiling", lambda: True)
-        chunk_gated_delta_rule(*leaves[:5], out=torch.empty_like(x.v))
+    given = {"out": torch.empty_like(x.v), "backward": "chunk_form"}
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(UnsupportedError, match=f"`{name}` must not be given inside torch.compile"):
+        chunk_gated_delta_rule(*leaves[:5], **{name: given[name]})

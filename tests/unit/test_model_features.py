@@ -9,7 +9,7 @@ import pytest
 from qla_jit.config import SPLIT_KERNELS, OpConfig
 from qla_jit.errors import ConfigError
 from qla_jit.model.features import (
-    STARTUP_CHUNKS,
+    STATE_STARTUP_CHUNKS,
     Split,
     chunk_counts,
     num_busy_ctas,
@@ -22,7 +22,7 @@ from qla_jit.registry import select
 from qla_jit.segments import cut, least_segment_chunks
 
 SMS = 132
-STARTUP = STARTUP_CHUNKS["segment_state"]
+STARTUP = STATE_STARTUP_CHUNKS
 
 
 def problems(dim_k=128, dim_v=128, heads=(2, 8)):
