@@ -143,7 +143,6 @@ def prim_func(problem: Problem, schedule: Schedule):
             state_op = T.alloc_fragment((64, DK), dtype)
             product = T.alloc_fragment((64, DK), "float32")
             added = T.alloc_local((DK // 2,), "float32")
-            # Of the segment at hand, and of the one after it, read while the products run.
             takes = T.alloc_var("int32")
             decay = T.alloc_var("float32")
             next_token = T.alloc_var("int32")
@@ -165,12 +164,15 @@ def prim_func(problem: Problem, schedule: Schedule):
             for i in T.serial(end - begin):
                 stage = i % STAGES
                 after = at(T.min(i + 1, end - begin - 1), begin, end)
-                takes_after = T.alloc_var("int32")
+                # As they are in memory: what is made of them waits for them, so that comes behind the products.
+                code_after = T.alloc_var("int32")
+                neighbour_after = T.alloc_var("int32")
                 decay_after = T.alloc_var("float32")
-                token_after = T.alloc_var("int32")
-                takes_after = T.cast(codes[after, head] < 0 and codes[after + toward, head] < 0, "int32")
+                chunk_after = T.alloc_var("int32")
+                code_after = codes[after, head]
+                neighbour_after = codes[after + toward, head]
                 decay_after = decays[after, head]
-                token_after = token0 + segments[after + toward, FIRST] * C
+                chunk_after = segments[after + toward, FIRST]
                 T.barrier_wait(full[stage], (i // STAGES) % 2)
                 T.wgmma_gemm(
                     state_op, d_s[stage, 0, :, :], product, transpose_B=backwards, clear_accum=True, policy=rows
@@ -192,9 +194,9 @@ def prim_func(problem: Problem, schedule: Schedule):
                         T.access_ptr(o[next_token, head, panel * 64], "w"), pitch,
                     )  # fmt: skip
                 T.copy(state, state_op)
-                takes = takes_after
+                takes = T.cast((code_after & neighbour_after) < 0, "int32")  # both < 0
                 decay = decay_after
-                next_token = token_after
+                next_token = token0 + chunk_after * C
         else:
             T.call_extern("handle", "qla::fence_proxy_global")  # D and S* came by ordinary stores, of another kernel
             for i in T.serial(end - begin):
