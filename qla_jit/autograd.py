@@ -32,9 +32,9 @@ def chunk_gated_delta_rule_cuda(
 
 
 def _require_backward(call: Call) -> None:
-    """Refuse before the forward what the backward could not answer."""
+    """Refuse before the forward what the backward could not answer, and plan it."""
     try:
-        dispatch.compiled_backward(dispatch.config_of(call))
+        dispatch.planned_backward(call)
     except UnsupportedError as error:
         raise GradientError(
             f"a backward kernel must exist where an input requires a gradient, but {error} "

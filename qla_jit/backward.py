@@ -7,29 +7,36 @@
 | `backward_state`  | the gradient of the state that leaves every chunk, of V and of the initial state        |
 | `backward_grad`   | the gradients of q, k, beta and g, chunk by chunk                                       |
 
+Where `split_plan` says so, sequences are cut and `split_backward` takes the place of the two in the middle.
+
 Nothing is saved by the forward but its inputs.  Work memory per value head and chunk of 64 tokens, at K = V = 128 in
 16 bits: 64 KB of states and their gradients, 16 KB of Y, 8 KB of Ã.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from . import device_indices, env, launch
 from .artifacts import ArtifactStore
-from .config import BACKWARD_KERNELS, OpConfig
+from .config import BACKWARD, OpConfig
 from .db import Database, open_db
 from .op import Loader
 from .ragged import num_slots
 from .schedule import Schedule
+from .segments import EXACT
 from .spec import KernelSpec
+from .split import cut_batch
 from .split_backward import SplitBackward
+from .split_models import SplitModels
+from .split_plan import SplitPlan, describe, plan_split
 
-#: In the order of their launches.
-KERNELS = ("kkt_inverse", *BACKWARD_KERNELS)
+#: In the order of their launches where nothing is cut.
+KERNELS = (*BACKWARD.before, *BACKWARD.whole, *BACKWARD.after)
+_MAX_CACHED_CHOICES = 1024
 
 
 class Gradients(NamedTuple):
@@ -43,13 +50,33 @@ class Gradients(NamedTuple):
     initial_state: torch.Tensor | None
 
 
+class Walks(NamedTuple):
+    """What runs between `kkt_inverse` and `backward_grad` on whole sequences: entries of the two kernels."""
+
+    recompute_state: Callable[..., None]
+    backward_state: Callable[..., None]
+
+
 class CompiledBackward:
     """The backward of one `OpConfig`: takes CUDA tensors, launches on torch's current stream, never synchronises."""
 
-    def __init__(self, config: OpConfig, entries: Mapping[str, Callable[..., None]]):
-        """entries: of `KERNELS`, by name."""
+    def __init__(
+        self,
+        config: OpConfig,
+        entries: Mapping[str, Callable[..., None]],
+        models: SplitModels | None = None,
+        load: Callable[[str, Schedule], Callable[..., None]] | None = None,
+    ):
+        """entries: of `KERNELS`, by name.
+
+        models: what `choose` decides by, and load: the entry of a kernel by name and schedule; without them every call
+        runs ``entries``.
+        """
         self.config = config
-        self._inverse, self._recompute, self._state, self._grad = (entries[name] for name in KERNELS)
+        self._inverse, self._grad = entries["kkt_inverse"], entries["backward_grad"]
+        self._walks = Walks(*(entries[name] for name in BACKWARD.whole))
+        self._models, self._load = models, load
+        self._chosen: dict[tuple, Walks | SplitBackward] = {}
         self._problem = config.problem("backward_state")
         self._state_dtype = launch.torch_dtype(config.state_dtype)
         self._absent: dict[torch.device, torch.Tensor] = {}
@@ -67,14 +94,14 @@ class CompiledBackward:
         initial_state: torch.Tensor | None = None,
         dfinal: torch.Tensor | None = None,
         needs_dinitial: bool = False,
-        split: SplitBackward | None = None,
+        walks: Walks | SplitBackward | None = None,
     ) -> Gradients:
         """Gradients for dO and, if given, the gradient of the final states; arguments are not checked.
 
         q, k ``[T, H, K]``, v, do ``[T, HV, V]`` in the config's dtype; g, beta ``[T, HV]`` fp32; bounds ``[N + 1]``
-        int32; initial_state and dfinal in the config's layout and state_dtype.  All contiguous.  split: how the
-        sequences are cut, None for whole ones.  Rows of tokens that belong to no sequence get no gradient: what they
-        hold afterwards is unspecified.
+        int32; initial_state and dfinal in the config's layout and state_dtype.  All contiguous.  walks: what `choose`
+        answered for the lengths; whole sequences by the preferred schedules if None.  Rows of tokens that belong to no
+        sequence get no gradient: what they hold afterwards is unspecified.
         """
         device, dtype, (tokens, heads, dim_v) = q.device, v.dtype, v.shape
         sequences, dim_k = bounds.shape[0] - 1, k.shape[-1]
@@ -96,18 +123,72 @@ class CompiledBackward:
         initial, has_initial = (absent, 0) if initial_state is None else (initial_state, 1)
         final, has_dfinal = (absent, 0) if dfinal is None else (dfinal, 1)
         self._inverse(k, beta, g, bounds, a, log_gates)
-        if split is None:
-            self._recompute(k, v, a, log_gates, bounds, initial, states, residuals, has_initial)
-            self._state(
+        walks = walks or self._walks
+        if isinstance(walks, Walks):
+            walks.recompute_state(k, v, a, log_gates, bounds, initial, states, residuals, has_initial)
+            walks.backward_state(
                 q, k, do, a, log_gates, bounds, final, dinitial, dstates, dv, scale, has_dfinal, int(needs_dinitial)
             )
         else:
-            split(
+            walks(
                 q, k, v, do, a, log_gates, bounds, device_indices.ramp(sequences, device), initial, final, dinitial,
                 states, residuals, dstates, dv, scale, has_initial, has_dfinal, int(needs_dinitial),
             )  # fmt: skip
         self._grad(q, k, beta, a, log_gates, bounds, states, residuals, dstates, dv, do, dq, dk, dbeta, dg, scale)
         return Gradients(dq, dk, dv, dg, dbeta, dinitial if needs_dinitial else None)
+
+    def choose(
+        self,
+        cu_host: tuple[int, ...] | None,
+        device: torch.device,
+        may_split: bool = False,
+        window: str | float = EXACT,
+        window_share: float | None = None,
+    ) -> Walks | SplitBackward:
+        """What to launch for these lengths between the first kernel and the last: what is predicted to take least.
+
+        Arguments as of `CompiledOp.choose`; with lengths unknown to the host, or unless ``may_split``, the preferred
+        schedules on whole sequences.  Kept per content.  While a CUDA graph is captured nothing is chosen anew.
+        """
+        if not may_split or cu_host is None or self._models is None or not self._models.can_split:
+            return self._walks
+        key = cu_host, device, window, window_share
+        found = self._chosen.get(key)
+        if found is None:
+            if device_indices.is_capturing(device):
+                return self._walks
+            sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+            lengths = [end - start for start, end in zip(cu_host, cu_host[1:])]
+            found = self._planned(
+                plan_split(self._models, lengths, sm_count, window, window_share), lengths, device, window
+            )
+            if len(self._chosen) >= _MAX_CACHED_CHOICES:
+                self._chosen.clear()
+            self._chosen[key] = found
+        return found
+
+    def _planned(
+        self, planned: SplitPlan, lengths: Sequence[int], device: torch.device, window: str | float
+    ) -> Walks | SplitBackward:
+        if planned.segment_chunks is None:
+            return Walks(*(self._load(name, planned.schedules[name]) for name in BACKWARD.whole))
+        entries = {name: self._load(name, planned.schedules[name]) for name in BACKWARD.split}
+        segments = cut_batch(self._models.problems["segment_backward"], lengths, planned.segment_chunks)
+        return SplitBackward(entries, segments, self.config.num_value_heads, window, device)
+
+    def explain(
+        self,
+        lengths: Sequence[int],
+        window: str | float = EXACT,
+        window_share: float | None = None,
+        sm_count: int | None = None,
+    ) -> str:
+        """The plan of the backward as text; arguments as of `CompiledOp.explain`."""
+        if self._models is None:
+            return "whole sequences: the caller gave the schedules"
+        if sm_count is None:
+            sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
+        return describe(plan_split(self._models, lengths, sm_count, window, window_share))
 
     def _absent_state(self, device: torch.device) -> torch.Tensor:
         """A tensor to pass where a state is absent; the kernels do not touch it."""
@@ -124,15 +205,27 @@ def compile_backward(
     schedules: Mapping[str, Schedule] | None = None,
     strict: bool | None = None,
 ) -> CompiledBackward:
-    """Choose, build or load the kernels of the backward of ``config``.
+    """Choose, build or load the kernels of the backward of ``config``, those that a plan may choose too.
 
     Arguments and errors as of `op.compile`; UnsupportedError too where no template answers a kernel.
     """
     db = open_db() if db is None else db
     load = Loader(ArtifactStore() if store is None else store, env.strict() if strict is None else strict)
-    entries = {}
-    for name in KERNELS:
-        problem = config.problem(name)
-        match = None if schedules and name in schedules else db.lookup(problem)
-        entries[name] = load(KernelSpec(problem, schedules[name] if match is None else match.schedule), match).entry
-    return CompiledBackward(config, entries)
+    matches = {name: db.lookup(config.problem(name)) for name in KERNELS if name not in (schedules or {})}
+    chosen = {name: matches[name].schedule if name in matches else schedules[name] for name in KERNELS}
+    models = None if schedules else SplitModels.of(config, db, kernels=BACKWARD)
+    entries = {
+        spec: load(spec, matches.get(spec.problem.kernel)).entry for spec in kernel_specs(config, chosen, models)
+    }
+    of_kernel = {name: entries[KernelSpec(config.problem(name), schedule)] for name, schedule in chosen.items()}
+    by_schedule = lambda name, schedule: entries[KernelSpec(config.problem(name), schedule)]
+    return CompiledBackward(config, of_kernel, models, by_schedule)
+
+
+def kernel_specs(config: OpConfig, chosen: Mapping[str, Schedule], models: SplitModels | None) -> Iterable[KernelSpec]:
+    """Every kernel that a backward can launch: those of ``chosen``, and what its plan may choose."""
+    found = dict.fromkeys(KernelSpec(config.problem(name), schedule) for name, schedule in chosen.items())
+    if models is not None and models.can_split:
+        for name in (*BACKWARD.whole, *BACKWARD.split):
+            found |= dict.fromkeys(KernelSpec(config.problem(name), o.schedule) for o in models.options[name])
+    return found

@@ -6,6 +6,7 @@ Both are frozen and hold plain strings and ints, so that equal questions are equ
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
 from .arch import get_arch
 from .errors import ConfigError
@@ -58,6 +59,32 @@ SPLIT_KERNELS = ("segment_state", "segment_correct", "segment_forward")
 BACKWARD_KERNELS = ("recompute_state", "backward_state", "backward_grad")
 #: What the backward of cut sequences runs besides, or in their place, `segment_state` and `segment_correct` too.
 SPLIT_BACKWARD_KERNELS = ("segment_gradient", "segment_gradient_correct", "segment_recompute", "segment_backward")
+
+
+class Pass(NamedTuple):
+    """The kernels of a forward or a backward, in launch order: ``before`` and ``after`` whatever is cut, and between
+    them ``whole`` where nothing is, ``split`` where sequences are cut into segments."""
+
+    before: tuple[str, ...]
+    whole: tuple[str, ...]
+    split: tuple[str, ...]
+    after: tuple[str, ...] = ()
+
+
+FORWARD = Pass(("kkt_inverse",), ("fused_forward",), SPLIT_KERNELS)
+BACKWARD = Pass(
+    ("kkt_inverse",),
+    ("recompute_state", "backward_state"),
+    ("segment_state", "segment_correct", *SPLIT_BACKWARD_KERNELS),
+    ("backward_grad",),
+)
+#: Kernels of a split backward that are the program of another one, started and ended elsewhere, or turned round.
+SAME_PROGRAM = {
+    "segment_gradient": "backward_state",
+    "segment_gradient_correct": "segment_correct",
+    "segment_recompute": "recompute_state",
+    "segment_backward": "backward_state",
+}
 #: Kernels that know nothing of chunks: their problems have the default chunk size.
 UNCHUNKED_KERNELS = ("input_activation",)
 

@@ -14,10 +14,11 @@ import torch
 from . import device_indices, launch
 from .activation import Activation, aligned
 from .arch import detect
-from .backward import CompiledBackward, Gradients, compile_backward
+from .backward import CompiledBackward, Gradients, Walks, compile_backward
 from .config import OpConfig
 from .op import Checkpoints, CompiledOp, compile
 from .split import EXACT, SplitForward
+from .split_backward import SplitBackward
 from .validate import Call
 
 
@@ -97,6 +98,22 @@ def forward_cuda(
     return (out, final) if checkpoints is None else (out, final, checkpoints.states)
 
 
+def planned_backward(call: Call) -> tuple[CompiledBackward, Walks | SplitBackward]:
+    """The backward of a call, and what it launches for its lengths; kept with the call.  The forward asks for it, too:
+    what a step does is settled before its first kernel.
+
+    Raises UnsupportedError where no template answers a kernel of the backward.
+    """
+    key = "backward", call.window
+    found = call.memo.get(key)
+    if found is None:
+        op = compiled_backward(config_of(call))
+        found = op, op.choose(call.cu_host, call.device, call.auto_cp, call.window, call.window_share)
+        if not device_indices.is_capturing(call.device):  # a capture may have to do without a split
+            call.memo[key] = found
+    return found
+
+
 def backward_cuda(call: Call, q, k, v, g, beta, bounds, initial_state, do, dfinal, needs_dinitial: bool) -> Gradients:
     """Gradients of a call's inputs in their shapes; do and dfinal: of o and of the final state, or None for zero.
 
@@ -108,9 +125,8 @@ def backward_cuda(call: Call, q, k, v, g, beta, bounds, initial_state, do, dfina
     do = torch.zeros_like(v) if do is None else aligned(do.contiguous())
     dfinal = None if dfinal is None else aligned(dfinal.contiguous())
     flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
-    found = compiled_backward(config_of(call))(
-        *flat, bounds, call.scale, do.flatten(0, 1), initial_state, dfinal, needs_dinitial
-    )
+    op, walks = planned_backward(call)
+    found = op(*flat, bounds, call.scale, do.flatten(0, 1), initial_state, dfinal, needs_dinitial, walks)
     if call.cu_host is None or call.cu_host[-1] < flat[0].shape[0]:
         for gradient in found[:5]:
             _clear_padding(gradient, bounds, call.cu_host)

@@ -81,12 +81,15 @@ def backward(
     scale: float | None,
     state_v_first: bool,
     state_dtype: torch.dtype | None,
+    auto_cp: bool,
+    window: float,
+    window_share: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v, g, beta and the initial state, empty where there is none; of `forward`'s arguments."""
     given = [x for x in (q, k, v, g, beta, initial_state) if x is not None]
     call = validate(
         q, k, v, g, beta, scale, initial_state, dfinal is not None, state_v_first, cu_seqlens, cu_seqlens_cpu,
-        state_dtype,
+        state_dtype, auto_cp=auto_cp, window=window or "exact", window_share=window_share,
     )  # fmt: skip
     if call.runs_kernels:
         from .dispatch import backward_cuda
@@ -126,7 +129,7 @@ def _(do, dfinal, q, k, v, g, beta, initial_state, *options):
 def _keep(ctx, inputs, output) -> None:
     q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, output_final_state, *rest = inputs
     ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
-    ctx.options = scale, rest[0], rest[1]
+    ctx.options = scale, *rest  # without output_final_state, which `ctx.has_final` tells
     ctx.has_final = output_final_state
 
 

@@ -18,12 +18,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .config import SPLIT_BACKWARD_KERNELS
+from .config import BACKWARD
 from .segments import Segments
 from .split import SegmentTables, log_tolerance
 
-#: In the order of their launches.
-KERNELS = ("segment_state", "segment_correct", *SPLIT_BACKWARD_KERNELS)
+KERNELS = BACKWARD.split
 
 
 class SplitBackward:

@@ -3,57 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .config import DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig, Problem
+from .config import DEFAULT_CHUNK_SIZE, FORWARD, SAME_PROGRAM, OpConfig, Pass, Problem
 from .db import Database
 from .db.lookup import is_current
 from .db.records import ALL_WORKLOADS, BestRow, CostModel
 from .plan import Option, options
-from .registry import candidates
+from .registry import candidates, select
 from .resources import is_feasible
 from .schedule import Schedule
 
 
 @dataclass(frozen=True)
 class SplitModels:
-    """What the database says about the kernels of one config, by kernel name.
+    """What the database says about the kernels of one config's forward or backward, by kernel name.
 
-    problems, schedules: of `FORWARD_KERNELS`, as looked up, and of `SPLIT_KERNELS`.  options: schedules to choose from
-    with their times.  one_wave: of the whole split without `kkt_inverse`, where it errs less than the kernels' models.
+    kernels: which they are.  problems, schedules: of all of them, as looked up.  options: schedules to choose from with
+    their times.  one_wave: of a whole split forward without `kkt_inverse`, where it errs less than the kernels' models.
     """
 
     problems: Mapping[str, Problem]
     schedules: Mapping[str, Schedule]
     options: Mapping[str, tuple[Option, ...]]
     one_wave: CostModel | None = None
+    kernels: Pass = FORWARD
 
     @property
     def can_split(self) -> bool:
-        """Whether every kernel of a split, and `fused_forward` to compare with, has a predicted time."""
-        return all(self.options.get(kernel) for kernel in ("fused_forward", *SPLIT_KERNELS))
+        """Whether every kernel of a split, and those of whole sequences to compare with, have a predicted time."""
+        return all(self.options.get(kernel) for kernel in (*self.kernels.whole, *self.kernels.split))
 
     @classmethod
-    def of(cls, config: OpConfig, db: Database, chunk_size: int = DEFAULT_CHUNK_SIZE) -> SplitModels:
+    def of(
+        cls, config: OpConfig, db: Database, chunk_size: int = DEFAULT_CHUNK_SIZE, kernels: Pass = FORWARD
+    ) -> SplitModels:
         """Of a config's problems.  Kernels of a split that no template answers there have neither entry."""
         problems, schedules, found, errors = {}, {}, {}, []
-        for kernel in (*FORWARD_KERNELS, *SPLIT_KERNELS):
+        for kernel in (*kernels.before, *kernels.whole, *kernels.after):
+            problem = problems[kernel] = config.problem(kernel, chunk_size)
+            match = db.lookup(problem)
+            schedules[kernel] = match.schedule
+            found[kernel] = options(problem, db.siblings(match), db.fits(problem))
+        for kernel in kernels.split:
             problem = config.problem(kernel, chunk_size)
-            if kernel in SPLIT_KERNELS and not candidates(problem):
+            if not candidates(problem):
                 continue
-            match, fits = db.lookup(problem), db.fits(problem)
-            rows = db.siblings(match)
+            match = db.lookup(problem)
             problems[kernel], schedules[kernel] = problem, match.schedule
-            if kernel in SPLIT_KERNELS:
-                fitted = split_options(problem, rows, fits)
-                found[kernel] = tuple(option for option, _ in fitted)
-                errors += [fit.loo_error for _, fit in fitted]
-            else:
-                found[kernel] = options(problem, rows, fits)
+            fitted = split_options(problem, db.siblings(match), db.fits(problem))
+            errors += [fit.loo_error for _, fit in fitted]
+            found[kernel] = tuple(option for option, _ in fitted)
+            if not fitted and kernel in SAME_PROGRAM:
+                found[kernel] = _of_same_program(problem, found.get(SAME_PROGRAM[kernel], ()))
         one_wave = _one_wave(problems, found, db)
         if one_wave is not None and one_wave.loo_error >= max(errors, default=0.0):
             one_wave = None
-        return cls(problems, schedules, found, one_wave)
+        return cls(problems, schedules, found, one_wave, kernels)
+
+
+def _of_same_program(problem: Problem, measured: Sequence[Option]) -> tuple[Option, ...]:
+    """The options of the kernel whose program ``problem`` runs, with the times that were measured there.
+
+    Where CTAs share a head as in the template's default, registers are those of the default: what starts a segment
+    takes a few.
+    """
+    template = select(problem)
+    default = template.default(problem)
+    found = {}
+    for option in measured:
+        params = dict(option.schedule.params())
+        if "registers" in params and params["dv_split"] == default["dv_split"]:
+            params["registers"] = default["registers"]
+        schedule = Schedule.of(template.name, params)
+        if is_feasible(problem, schedule):
+            found.setdefault(schedule, replace(option, schedule=schedule))
+    return tuple(found.values())
 
 
 def split_options(
@@ -81,7 +106,7 @@ def split_options(
 
 
 def _one_wave(problems: Mapping[str, Problem], found: Mapping[str, tuple[Option, ...]], db: Database):
-    """The one-wave model of exactly these heads, if the schedule of its forward may be chosen."""
+    """The one-wave model of a forward of exactly these heads, if the schedule of its last kernel may be chosen."""
     forward = problems.get("segment_forward")
     if forward is None:
         return None

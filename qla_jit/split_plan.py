@@ -1,9 +1,9 @@
 """Whether a batch is split, into segments of which length, and by which schedules: what the cost models say is fastest.
 
-A plan is a function of host lengths, SM count and rows of the tuning database.  It compares `kkt_inverse` and
-`fused_forward` with `kkt_inverse` and the three kernels of a split, for a few segment lengths: those that just fill
-the card, their halves and doubles, and then the neighbours of the best.  Nothing is split where a kernel of the split
-has no cost model, where no sequence is long enough, or where whole sequences already keep all SMs busy.
+A plan is a function of host lengths, SM count and rows of the tuning database.  It compares the kernels of whole
+sequences with those of a split (`config.Pass`, of a forward or of a backward) for a few segment lengths: those that
+just fill the card, their halves and doubles, and then the neighbours of the best.  Nothing is split where a kernel of
+the split has no cost model, where no sequence is long enough, or where whole sequences already keep all SMs busy.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from .config import SPLIT_KERNELS
 from .errors import InputError
 from .model.features import (
     EXPECTED_WINDOW_SHARE,
     MEASURED_WARMUP_CHUNKS,
+    WALK_SEGMENTS,
     Split,
     SplitItems,
     chains,
@@ -140,14 +140,16 @@ class _Search:
     """One call of `plan_split`."""
 
     def __init__(self, models: SplitModels, lengths: Sequence[int], sm_count: int, share: float, warmup: int):
-        problem = models.problems["fused_forward"]
+        problem = models.problems[models.kernels.whole[0]]
+        self._kernels = models.kernels
         self._models, self._sm_count, self._share, self._warmup = models, sm_count, share, warmup
         self._heads = problem.num_value_heads
         self._counts = chunk_counts(lengths, problem.chunk_size)
         self._chunks = sum([chunks * number for chunks, number in self._counts.items()])
         self._sequences = len(lengths)
-        self._inverse = self._kkt_inverse()
-        self._inverse_us = self._inverse.predicted_us or 0.0
+        self._before = tuple(self._separate(kernel) for kernel in self._kernels.before)
+        self._after = tuple(self._separate(kernel, is_first=False) for kernel in self._kernels.after)
+        self._either_us = sum([found.predicted_us or 0.0 for found in (*self._before, *self._after)])
         self._seen: set[int] = set()
         self._shares: dict[str, list[tuple[Option, tuple[int, int]]]] = {}
         self._least_us = math.inf  # of the splits tried
@@ -169,23 +171,34 @@ class _Search:
         ordered = tuple(sorted(others, key=attrgetter("total_us")))
         return SplitPlan(chosen, ordered, reason, self._sm_count, self._share, self._warmup)
 
-    def _kkt_inverse(self) -> KernelTime:
-        """The same either way, by the schedule that was looked up."""
-        schedule, time_us = self._models.schedules["kkt_inverse"], None
-        for option in self._models.options.get("kkt_inverse", ()):
+    def _separate(self, kernel: str, is_first: bool = True) -> KernelTime:
+        """A kernel that does every chunk by itself, the same either way, by the schedule that was looked up."""
+        schedule, time_us = self._models.schedules[kernel], None
+        for option in self._models.options.get(kernel, ()):
             if option.schedule == schedule and self._chunks:
-                problem = self._models.problems["kkt_inverse"]
+                problem = self._models.problems[kernel]
                 ctas = separate_ctas(problem, schedule, self._chunks)
-                time_us = option.time_us(separate_steps(problem, schedule, ctas, self._sm_count), ctas)
-        return KernelTime("kkt_inverse", schedule, time_us)
+                depth = separate_steps(problem, schedule, ctas, self._sm_count)
+                time_us = option.time_us(depth, ctas) if is_first else option.chained_us(depth, ctas)
+        return KernelTime(kernel, schedule, time_us)
+
+    def _alternative(self, segment_chunks: int | None, kernels: Sequence[KernelTime], time_us: float) -> Alternative:
+        """Of the kernels between those that run either way, and their time."""
+        return Alternative(segment_chunks, (*self._before, *kernels, *self._after), self._either_us + time_us)
 
     def _whole(self) -> Alternative:
-        found = self._models.options["fused_forward"]
-        if not found or not self._chunks:
-            forward = KernelTime("fused_forward", self._models.schedules["fused_forward"], None)
-        else:
-            forward = self._whole_forward()
-        return Alternative(None, (self._inverse, forward), self._inverse_us + (forward.predicted_us or 0.0))
+        kernels = [self._whole_kernel(kernel) for kernel in self._kernels.whole]
+        return self._alternative(None, kernels, sum([found.predicted_us or 0.0 for found in kernels]))
+
+    def _whole_kernel(self, kernel: str) -> KernelTime:
+        if not self._models.options[kernel] or not self._chunks:
+            return KernelTime(kernel, self._models.schedules[kernel], None)
+        if kernel == "fused_forward":
+            return self._whole_forward()
+        return self._fastest(kernel, self._bounded(kernel, self._heads_of_sequences()))
+
+    def _heads_of_sequences(self) -> Chains:
+        return {chunks: number * self._heads for chunks, number in self._counts.items()}
 
     def _whole_forward(self) -> KernelTime:
         """The faster of `fused_forward` and of `segment_forward` without a cut.
@@ -193,7 +206,7 @@ class _Search:
         `fused_forward` starts sequences in the order of the batch: where CTAs wait for others to end and lengths
         differ, a long one may start last.  `segment_forward` starts the long ones first, as makespans have it.
         """
-        heads = {chunks: number * self._heads for chunks, number in self._counts.items()}
+        heads = self._heads_of_sequences()
         bounded = self._bounded("fused_forward", heads)
         found = {"fused_forward": bounded}
         if len(heads) > 1 and self._models.options.get("segment_forward"):
@@ -238,16 +251,17 @@ class _Search:
         """What shows at once that no split pays, empty where that has to be tried."""
         if not self._models.can_split:
             return "the database has no cost models of all kernels of a split"
-        self._least = least_segment_chunks(self._models.problems["segment_forward"])
+        self._least = least_segment_chunks(self._models.problems[self._kernels.split[-1]])
         longest, least = max(self._counts, default=0), self._least
         if longest < 2 * least:
             return f"no sequence has two segments of {least} chunks"
-        # A split does the same forward, at best spread evenly.
+        # A split walks the same chunks, at best spread evenly.
         work = self._heads * self._chunks / self._sm_count
-        found = self._models.options
-        bound = self._inverse_us + min(
-            option.us_per_step * work * ctas_per_head(option.schedule) for option in found["segment_forward"]
-        )
+        bound = self._either_us
+        for kernel in self._kernels.split:
+            if kernel in WALK_SEGMENTS:
+                found = self._models.options[kernel]
+                bound += work * min(option.us_per_step * ctas_per_head(option.schedule) for option in found)
         if self._models.one_wave is None and bound >= whole.total_us * (1 - MARGIN):
             return "whole sequences already keep the card as busy as a split could"
         return ""
@@ -293,17 +307,17 @@ class _Search:
         items = split_items(self._counts, self._heads, self._least, split)
         bounded = {
             kernel: self._bounded(kernel, chains(self._models.problems[kernel], items), items)
-            for kernel in SPLIT_KERNELS
+            for kernel in self._kernels.split
         }
         total_us = self._one_wave_us(segment_chunks, items)
-        if total_us is None and self._inverse_us + sum([found[0][0] for found in bounded.values()]) >= self._least_us:
+        if total_us is None and self._either_us + sum([found[0][0] for found in bounded.values()]) >= self._least_us:
             return None
         kernels = [self._fastest(kernel, found) for kernel, found in bounded.items()]
         if total_us is None:
             total_us = sum([kernel.predicted_us for kernel in kernels])
         else:  # the form adds up kernels that were measured one by one
             total_us -= sum([self._constant_us(kernel) for kernel in kernels])
-        return Alternative(segment_chunks, (self._inverse, *kernels), self._inverse_us + total_us)
+        return self._alternative(segment_chunks, kernels, total_us)
 
     def _constant_us(self, found: KernelTime) -> float:
         options = self._models.options[found.kernel]
@@ -325,7 +339,8 @@ def describe(plan: SplitPlan, most: int = 5) -> str:
     """The plan as text: what is chosen and why, the prediction per kernel, and the ``most`` fastest alternatives."""
     chosen = plan.chosen
     lines = [f"{_name(chosen)}, predicted {_us(chosen.total_us)}" + (f": {plan.reason}" if plan.reason else "")]
-    lines += [f"  {kernel:<16} {_us(time_us):>10}  {schedule}" for kernel, schedule, time_us in chosen.kernels]
+    width = max(len(kernel) for kernel, _, _ in chosen.kernels)
+    lines += [f"  {kernel:<{width}} {_us(time_us):>10}  {schedule}" for kernel, schedule, time_us in chosen.kernels]
     if plan.segment_chunks is not None:
         lines.append(
             f"  expected windows: {plan.window_share:.0%} of the value heads, {plan.warmup_chunks} chunks"

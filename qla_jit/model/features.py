@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..config import SPLIT_KERNELS, Problem
+from ..config import SPLIT_BACKWARD_KERNELS, SPLIT_KERNELS, Problem
 from ..errors import ConfigError
 from ..schedule import Schedule
 from ..segments import least_segment_chunks
@@ -23,6 +23,10 @@ from ..workload import DECAYING_PERCENT, Workload
 from .makespan import makespan
 
 SEQUENTIAL_KERNELS = ("fused_forward", "recompute_state", "backward_state")
+#: Kernels of a split that run every segment, with the chunks ahead of it; those that walk the segments of a sequence.
+WALK_SEGMENTS = ("segment_forward", "segment_recompute", "segment_backward")
+WALK_SEQUENCES = ("segment_correct", "segment_gradient_correct")
+_SEGMENTED = (*SPLIT_KERNELS, *SPLIT_BACKWARD_KERNELS)
 #: Value heads that forget, and what their gates sum to over 64 tokens, where nothing is known of a call's gates: those
 #: that are measured by default, logsigmoid of a standard normal over 16 (its mean is −0.806) on 75 % of the heads.
 EXPECTED_WINDOW_SHARE = DECAYING_PERCENT / 100
@@ -60,8 +64,8 @@ class SplitItems:
 
     forward: of segments, with the chunks ahead of them, in chunks.  values, keys: of segments that another follows from
     an unknown start, for the columns of V, and of K where their own start is unknown too, in chunks.  correct: of
-    sequences, in segments that the scan walks.  asked: (segment, value head) pairs of cut sequences, which
-    `segment_state` is launched for.
+    sequences, in segments that the scan walks.  asked: (segment, value head) pairs of cut sequences, which the kernels
+    that look for windows are launched for.  A backward, which walks from the other end, has as many of each.
     """
 
     forward: Mapping[int, int]
@@ -168,10 +172,12 @@ def longest_segment(chunks: int, segment_chunks: int, least: int) -> int:
 
 def chains(problem: Problem, items: SplitItems) -> Mapping[int, int]:
     """{length: how many} of a kernel of a split, before `shares` of a schedule; for `segment_state` per column."""
-    if problem.kernel == "segment_forward":
+    if problem.kernel in WALK_SEGMENTS:
         return items.forward
-    if problem.kernel == "segment_correct":
+    if problem.kernel in WALK_SEQUENCES:
         return items.correct
+    if problem.kernel == "segment_gradient":
+        return items.values
     columns: dict[int, int] = {}
     for of_segments, dim in ((items.values, problem.head_dim_v), (items.keys, problem.head_dim_k)):
         for chunks, number in of_segments.items():
@@ -181,16 +187,16 @@ def chains(problem: Problem, items: SplitItems) -> Mapping[int, int]:
 
 
 def launched(problem: Problem, items: SplitItems, found: Mapping[int, int]) -> int:
-    """What a kernel of a split is launched for, before `shares`: its chains, but of `segment_state` all columns of cut
-    sequences, with something to do or not.  found: its `chains`."""
+    """What a kernel of a split is launched for, before `shares`: its chains, but of those that look for windows all
+    segments of cut sequences, of `segment_state` all their columns, with something to do or not.  found: `chains`."""
     if problem.kernel == "segment_state":
         return items.asked * (problem.head_dim_v + problem.head_dim_k)
-    return sum(found.values())
+    return items.asked if problem.kernel == "segment_gradient" else sum(found.values())
 
 
 def shares(problem: Problem, schedule: Schedule) -> tuple[int, int]:
     """(a, b): a kernel that walks chains has a CTAs for every b of `chains`."""
-    if problem.kernel == "segment_correct":
+    if problem.kernel in WALK_SEQUENCES:
         return problem.head_dim_v // 64, 1
     if problem.kernel == "segment_state":
         return 1, schedule.params().get("columns", problem.head_dim_v)
@@ -210,14 +216,14 @@ def steps(
 
     Raises ConfigError where a kernel of a split is given none.
     """
-    if problem.kernel in SPLIT_KERNELS or problem.kernel in SEQUENTIAL_KERNELS:
+    if problem.kernel in _SEGMENTED or problem.kernel in SEQUENTIAL_KERNELS:
         return makespan(kernel_groups(problem, schedule, lengths, split), sm_count)
     return separate_steps(problem, schedule, num_ctas(problem, schedule, lengths), sm_count)
 
 
 def num_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:
     """CTAs as cost models count them, see `launched`.  split, errors: as of `steps`."""
-    if problem.kernel in SPLIT_KERNELS:
+    if problem.kernel in _SEGMENTED:
         items = _items(problem, lengths, split)
         times, among = shares(problem, schedule)
         return launched(problem, items, chains(problem, items)) * times // among
@@ -226,7 +232,7 @@ def num_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split
 
 def num_busy_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:
     """CTAs that have work to do.  split, errors: as of `steps`."""
-    if problem.kernel in SPLIT_KERNELS or problem.kernel in SEQUENTIAL_KERNELS:
+    if problem.kernel in _SEGMENTED or problem.kernel in SEQUENTIAL_KERNELS:
         return sum([number for _, number in kernel_groups(problem, schedule, lengths, split)])
     chunks = sum([-(-length // problem.chunk_size) for length in lengths])
     return separate_ctas(problem, schedule, chunks)
