@@ -1,7 +1,8 @@
 """Which tuned schedule of the fused forward answers a call: the one that the database's measurements predict fastest.
 
-A kernel that walks sequences chunk by chunk takes `a · steps + b · CTAs + c`: steps is the length, in chunks, of the
-longest chain of work that an SM is given.  The three come from a fit of the tuning database (`qla-tune fit`) where it
+A kernel that walks sequences chunk by chunk takes `max(a · steps, m · share) + b · CTAs + c`: steps is the length, in
+chunks, of the longest chain of work that an SM is given, share what each would have if all had as much, which counts
+where device memory is the limit.  The four come from a fit of the tuning database (`qla-tune fit`) where it
 has one of every candidate; else the plain rate `a` comes from its best rows and the others are 0.  A schedule that
 gives a head to two CTAs has a lower rate and, on a full card, more steps; where that pays follows from the rows, not
 from a constant.
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from .config import Problem
 from .db.records import ALL_WORKLOADS, BestRow, CostModel
-from .model.features import num_ctas, steps
+from .model.features import even_share, num_ctas, steps
 from .registry import select
 from .resources import is_feasible
 from .schedule import Schedule
@@ -24,26 +25,29 @@ from .workload import lengths_of
 
 @dataclass(frozen=True)
 class Option:
-    """A schedule and its time in microseconds: of one step, of one CTA, and of a launch whatever it does."""
+    """A schedule and its time in microseconds: of one step, of one CTA, of a launch whatever it does, and of one step
+    where every SM has as many and they share the device memory."""
 
     schedule: Schedule
     us_per_step: float
     us_per_cta: float = 0.0
     us_constant: float = 0.0
+    us_per_share: float = 0.0
 
     def predict_us(self, problem: Problem, lengths: Sequence[int], sm_count: int) -> float:
         """Time of the kernel on sequences of ``lengths`` tokens."""
         depth = steps(problem, self.schedule, lengths, sm_count)
         ctas = num_ctas(problem, self.schedule, lengths) if self.us_per_cta else 0
-        return self.time_us(depth, ctas)
+        share = even_share(problem, self.schedule, lengths, sm_count) if self.us_per_share else 0.0
+        return self.time_us(depth, ctas, share)
 
-    def time_us(self, depth: float, ctas: int) -> float:
-        """Time at so many steps on the busiest SM and so many CTAs."""
-        return self.us_per_step * depth + self.us_per_cta * ctas + self.us_constant
+    def time_us(self, depth: float, ctas: int, share: float = 0.0) -> float:
+        """Time at so many steps on the busiest SM, so many CTAs, and so many steps an SM on average."""
+        return self.chained_us(depth, ctas, share) + self.us_constant
 
-    def chained_us(self, depth: float, ctas: int) -> float:
+    def chained_us(self, depth: float, ctas: int, share: float = 0.0) -> float:
         """The same behind another kernel, during whose end it is launched and fills its pipeline."""
-        return self.us_per_step * depth + self.us_per_cta * ctas
+        return max(self.us_per_step * depth, self.us_per_share * share) + self.us_per_cta * ctas
 
 
 def options(problem: Problem, rows: Iterable[BestRow], fits: Iterable[CostModel] = ()) -> tuple[Option, ...]:

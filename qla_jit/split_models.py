@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .config import DEFAULT_CHUNK_SIZE, FORWARD, SAME_PROGRAM, OpConfig, Pass, Problem
+from .config import BACKWARD, DEFAULT_CHUNK_SIZE, FORWARD, SAME_PROGRAM, OpConfig, Pass, Problem
 from .db import Database
 from .db.lookup import is_current
 from .db.records import ALL_WORKLOADS, BestRow, CostModel
@@ -44,7 +44,12 @@ class SplitModels:
             problem = problems[kernel] = config.problem(kernel, chunk_size)
             match = db.lookup(problem)
             schedules[kernel] = match.schedule
-            found[kernel] = options(problem, db.siblings(match), db.fits(problem))
+            rows, fits = db.siblings(match), db.fits(problem)
+            if kernel in BACKWARD.after:
+                found[kernel] = tuple(Option(f.schedule, *f.coefficients) for f in fits if f.schedule == match.schedule)
+                continue
+            fitted = split_options(problem, rows, fits) if kernel in BACKWARD.whole else ()
+            found[kernel] = tuple(option for option, _ in fitted) or options(problem, rows, fits)
         for kernel in kernels.split:
             problem = config.problem(kernel, chunk_size)
             if not candidates(problem):
@@ -84,7 +89,7 @@ def _of_same_program(problem: Problem, measured: Sequence[Option]) -> tuple[Opti
 def split_options(
     problem: Problem, rows: Sequence[BestRow], fits: Sequence[CostModel]
 ) -> list[tuple[Option, CostModel]]:
-    """The schedules of a kernel of a split that a plan chooses from, each with its cost model.
+    """The schedules of a kernel of a split or of the backward that a plan chooses from, each with its cost model.
 
     rows: of one sweep.  fits: of `Database.fits`, the preferred first.  Of schedules that share the work alike among
     CTAs, one: the best over all workloads, else the winner of most, else what most rows of any heads tell of.

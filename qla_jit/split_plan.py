@@ -50,9 +50,10 @@ FEW = 4
 FEW_SEQUENCES = 256
 
 
-#: {length: how many}; and an option with its least time in µs, its chains, how CTAs share them, and its CTAs.
+#: {length: how many}; and an option with its least time in µs, its chains, how CTAs share them, its CTAs,
+#: and the chunks of an SM if all had as many.
 Chains = Mapping[int, int]
-Bounded = tuple[float, Option, Chains, tuple[int, int], int]
+Bounded = tuple[float, Option, Chains, tuple[int, int], int, float]
 
 
 class KernelTime(NamedTuple):
@@ -211,8 +212,8 @@ class _Search:
         found = {"fused_forward": bounded}
         if len(heads) > 1 and self._models.options.get("segment_forward"):
             ordered = self._bounded("segment_forward", heads)
-            found["fused_forward"] = [option for option in bounded if option[-1] <= self._sm_count]
-            found["segment_forward"] = [option for option in ordered if option[-1] > self._sm_count]
+            found["fused_forward"] = [option for option in bounded if option[4] <= self._sm_count]
+            found["segment_forward"] = [option for option in ordered if option[4] > self._sm_count]
         times = [self._fastest(kernel, options) for kernel, options in found.items() if options]
         return min(times, key=attrgetter("predicted_us")) if times else self._fastest("fused_forward", bounded)
 
@@ -224,9 +225,9 @@ class _Search:
         bounded = []
         for option, by in self._options(kernel):
             times, among = by
-            ctas = number * times // among
-            least_us = option.chained_us(max(longest, work * times / among), ctas)
-            bounded.append((least_us, option, found, by, ctas))
+            ctas, share = number * times // among, work * times / among
+            least_us = option.chained_us(max(longest, share), ctas, share)
+            bounded.append((least_us, option, found, by, ctas, share))
         return sorted(bounded, key=itemgetter(0))
 
     def _options(self, kernel: str) -> list[tuple[Option, tuple[int, int]]]:
@@ -239,10 +240,10 @@ class _Search:
 
     def _fastest(self, kernel: str, bounded: Sequence[Bounded]) -> KernelTime:
         best_us, best = math.inf, None
-        for least_us, option, found, by, ctas in bounded:
+        for least_us, option, found, by, ctas, share in bounded:
             if least_us >= best_us:
                 break
-            time_us = option.chained_us(makespan(shared(found, by), self._sm_count), ctas)
+            time_us = option.chained_us(makespan(shared(found, by), self._sm_count), ctas, share)
             if time_us < best_us:
                 best_us, best = time_us, option.schedule
         return KernelTime(kernel, best, best_us)
@@ -261,7 +262,7 @@ class _Search:
         for kernel in self._kernels.split:
             if kernel in WALK_SEGMENTS:
                 found = self._models.options[kernel]
-                bound += work * min(option.us_per_step * ctas_per_head(option.schedule) for option in found)
+                bound += min(work * ctas_per_head(o.schedule) * max(o.us_per_step, o.us_per_share) for o in found)
         if self._models.one_wave is None and bound >= whole.total_us * (1 - MARGIN):
             return "whole sequences already keep the card as busy as a split could"
         return ""

@@ -33,11 +33,14 @@ PHASES = ("search", "final")
 #: The `BestRow.workload` of the schedule that is best on the geometric mean over all workloads of its sweep.
 ALL_WORKLOADS = "*"
 #: Forms of a `CostModel` and the names of their coefficients, all in µs.
-#: ``work``: a·depth + b·CTAs + c.  ``one_wave``: λ₁ L + λ₂ N/L + λ₀ for segments of L of N chunks.
+#: ``work``: max(a·depth, m·share) + b·CTAs + c, with share the chunks of an SM if all had as many: the limit of device
+#: memory.  ``one_wave``: λ₁ L + λ₂ N/L + λ₀ for segments of L of N chunks.
 FORMS = {
-    "work": ("us_per_step", "us_per_cta", "us_constant"),
+    "work": ("us_per_step", "us_per_cta", "us_constant", "us_per_share"),
     "one_wave": ("us_per_chunk", "us_per_segment", "us_constant"),
 }
+#: Coefficients that may be absent, then 0.
+_OPTIONAL = ("us_per_share",)
 
 
 _LATER_FIELDS = ("sm_mhz", "memory_mhz")
@@ -265,9 +268,9 @@ class CostModel:
     """Fitted time of one schedule of a kernel family as a function of what a call asks for.
 
     problem: a family, so without head counts, in form ``work``; with them in ``one_wave``.  form: of `FORMS`.
-    coefficients: µs, in the order of its names, none negative.  rows: medians fitted.  loo_error, loo_p90: median and
-    90th percentile of the relative error on rows that were left out of the fit, one at a time.  fitted_on: digest of
-    those rows, of their template's source and of the environment.
+    coefficients: µs, in the order of its names, none negative; those that may be absent are 0 then.  rows: medians
+    fitted.  loo_error, loo_p90: median and 90th percentile of the relative error on rows that were left out of the fit,
+    one at a time.  fitted_on: digest of those rows, of their template's source and of the environment.
     """
 
     problem: Problem
@@ -284,8 +287,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         _as_floats(self, "loo_error", "loo_p90")
-        object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
         _require(self.form in FORMS, f"form in {tuple(FORMS)}", f"{self.form!r}", "the row may be newer.")
+        absent = (0.0 for name in FORMS[self.form][len(self.coefficients) :] if name in _OPTIONAL)
+        object.__setattr__(self, "coefficients", (*map(float, self.coefficients), *absent))
         numbers = (*self.coefficients, self.loo_error, self.loo_p90)
         sound = len(self.coefficients) == len(FORMS[self.form]) and all(math.isfinite(n) and n >= 0 for n in numbers)
         _require(sound, f"{FORMS[self.form]} and errors finite and >= 0", f"{numbers}", "fit it again.")
@@ -295,13 +299,14 @@ class CostModel:
 
     @property
     def values(self) -> dict[str, float]:
-        """Coefficients by name."""
-        return dict(zip(FORMS[self.form], self.coefficients))
+        """Coefficients by name, without those that may be absent and are 0."""
+        named = zip(FORMS[self.form], self.coefficients)
+        return {name: value for name, value in named if value or name not in _OPTIONAL}
 
-    def predict_us(self, first: float, second: float) -> float:
-        """Time at (depth, CTAs), or at (L, N/L) of the one-wave form."""
-        a, b, constant = self.coefficients
-        return a * first + b * second + constant
+    def predict_us(self, first: float, second: float, share: float = 0.0) -> float:
+        """Time at (depth, CTAs) and this share, or at (L, N/L) of the one-wave form."""
+        a, b, constant, *m = self.coefficients
+        return max(a * first, *(of * share for of in m), 0.0) + b * second + constant
 
     def as_dict(self) -> dict:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -316,14 +321,16 @@ class CostModel:
         values = _known(cls, values)
         names = FORMS.get(values["form"], ())
         named = values["coefficients"]
-        _require(set(named) == set(names), f"coefficients {names}", f"{tuple(named)}", "the row may be newer.")
+        needed = {name for name in names if name not in _OPTIONAL}
+        sound = needed <= set(named) <= set(names)
+        _require(sound, f"coefficients {names}", f"{tuple(named)}", "the row may be newer.")
         return cls(
             **{
                 **values,
                 "problem": Problem.from_dict(values["problem"]),
                 "schedule": Schedule.from_dict(values["schedule"]),
                 "environment": _environment(values["environment"], environments),
-                "coefficients": tuple(named[name] for name in names),
+                "coefficients": tuple(named.get(name, 0.0) for name in names),
             }
         )
 

@@ -1,4 +1,4 @@
-"""What the time of a launch depends on: chunks on the busiest SM (depth), and CTAs.
+"""What the time of a launch depends on: chunks on the busiest SM (depth) and on all of them (share), and CTAs.
 
 A kernel that walks sequences chunk by chunk (`SEQUENTIAL_KERNELS`) has a chain of work per (sequence, value head),
 those of a split (`split_items`) one per (segment, value head); the others do every chunk by itself.  Chains run on the
@@ -219,6 +219,15 @@ def steps(
     if problem.kernel in _SEGMENTED or problem.kernel in SEQUENTIAL_KERNELS:
         return makespan(kernel_groups(problem, schedule, lengths, split), sm_count)
     return separate_steps(problem, schedule, num_ctas(problem, schedule, lengths), sm_count)
+
+
+def even_share(
+    problem: Problem, schedule: Schedule, lengths: Sequence[int], sm_count: int, split: Split | None = None
+) -> float:
+    """Chunks of an SM if all had as many, of a kernel that walks chains; 0 for the others.  split: as of `steps`."""
+    if problem.kernel not in (*_SEGMENTED, *SEQUENTIAL_KERNELS):
+        return 0.0
+    return sum([length * number for length, number in kernel_groups(problem, schedule, lengths, split)]) / sm_count
 
 
 def num_ctas(problem: Problem, schedule: Schedule, lengths: Sequence[int], split: Split | None = None) -> int:

@@ -25,6 +25,10 @@ from .split_rows import SplitTime, split_times
 
 MIN_ROWS = 5  # two more than coefficients, so that leaving one out still leaves an error to see
 MIN_DEPTHS = 3
+#: Time of a step where all SMs share the memory over that of one alone: what is tried, and by how much of the errors
+#: of rows left out the best must be better than a form without it.
+MEMORY_RATIOS = (1.2, 1.35, 1.5, 1.7, 1.9, 2.1, 2.4, 2.7, 3.0)
+MEMORY_GAIN = 0.5
 MAX_LOO_ERROR = 0.10
 MAX_LOO_P90 = 0.25
 
@@ -60,11 +64,18 @@ def fit_models(found: Iterable[Observation], created: str = "") -> tuple[list[Co
 
 @dataclass(frozen=True)
 class _Row:
-    """What is fitted: the three features of a form, the time in µs, and the rows of the database behind it."""
+    """What is fitted: the three features of a form, the time in µs, the rows of the database behind it, and the share
+    of form ``work``."""
 
     features: tuple[float, float, float]
     time_us: float
     observations: tuple[Observation, ...]
+    share: float = 0.0
+
+    def at(self, ratio: float) -> tuple[float, float, float]:
+        """The features where a step that shares the memory takes ``ratio`` times one that does not."""
+        depth, *others = self.features
+        return max(depth, ratio * self.share), *others
 
 
 def _text(problem: Problem, schedule: Schedule, form: str) -> tuple[str, ...]:
@@ -80,12 +91,9 @@ def _of_one_source(rows: Sequence[Observation]) -> list[Observation]:
 
 
 def _fit(problem: Problem, schedule: Schedule, form: str, rows: Sequence[_Row], created: str) -> CostModel | Refusal:
-    points, times = [row.features for row in rows], [row.time_us for row in rows]
-    reason = _too_little(points, form)
+    reason = _too_little([row.features for row in rows], form)
     if not reason:
-        coefficients = robust.fit(points, times)
-        errors = robust.leave_one_out(points, times)
-        loo, p90 = statistics.median(errors), _quantile(errors, 0.9)
+        coefficients, loo, p90 = _best_fit(rows)
         reason = _too_wrong(loo, p90) or ("no coefficient is above 0" if not any(coefficients) else "")
     if reason:
         return Refusal(problem, schedule, form, len(rows), reason)
@@ -106,15 +114,37 @@ def _fit(problem: Problem, schedule: Schedule, form: str, rows: Sequence[_Row], 
     )
 
 
+def _best_fit(rows: Sequence[_Row]) -> tuple[tuple[float, ...], float, float]:
+    """(coefficients, median and 90th percentile of the errors of rows left out); with the limit of the memory as the
+    last coefficient where that describes the rows better."""
+    times = [row.time_us for row in rows]
+
+    def fitted(ratio: float):
+        points = [row.at(ratio) for row in rows]
+        return robust.loss(points, times, robust.fit(points, times))
+
+    def judged(ratio: float):
+        points = [row.at(ratio) for row in rows]
+        found, errors = robust.fit(points, times), robust.leave_one_out(points, times)
+        found = (*found, found[0] * ratio) if ratio else found
+        return found, statistics.median(errors), _quantile(errors, 0.9)
+
+    plain = judged(0.0)
+    if not any(row.at(MEMORY_RATIOS[-1]) != row.features for row in rows):
+        return plain
+    limited = judged(min(MEMORY_RATIOS, key=fitted))
+    return limited if sum(limited[1:]) < (1 - MEMORY_GAIN) * sum(plain[1:]) else plain
+
+
 def _work_rows(rows: Iterable[Observation]) -> list[_Row]:
-    return [_Row(_work(o), o.time_us, (o,)) for o in rows]
+    return [_work_row(o) for o in rows]
 
 
-def _work(o: Observation) -> tuple[float, float, float]:
+def _work_row(o: Observation) -> _Row:
     asked = workload_of(o.problem.kernel, o.workload)
-    work, split = (o.problem, o.schedule, asked.lengths), features.Split.of(asked)
-    depth = features.steps(*work, o.environment.sm_count, split)
-    return depth, float(features.num_ctas(*work, split)), 1.0
+    work, split, sm_count = (o.problem, o.schedule, asked.lengths), features.Split.of(asked), o.environment.sm_count
+    depth, ctas = features.steps(*work, sm_count, split), float(features.num_ctas(*work, split))
+    return _Row((depth, ctas, 1.0), o.time_us, (o,), features.even_share(*work, sm_count, split))
 
 
 def _one_wave_rows(times: Iterable[SplitTime]) -> list[_Row]:
@@ -131,7 +161,7 @@ def residuals(model: CostModel, found: Iterable[Observation]) -> list[tuple[floa
         rows = _work_rows(o for o in found if (family(o.problem), o.schedule) == key)
     source = model.template_digest, model.environment
     return [
-        (row.time_us, model.predict_us(*row.features[:2]))
+        (row.time_us, model.predict_us(*row.features[:2], row.share))
         for row in rows
         if (row.observations[-1].template_digest, row.observations[-1].environment) == source
     ]

@@ -34,6 +34,14 @@ def fit(features: Sequence[Sequence[float]], times: Sequence[float], scale: floa
     return tuple(float(x) for x in solution)
 
 
+def loss(
+    features: Sequence[Sequence[float]], times: Sequence[float], found: Sequence[float], scale: float = SCALE
+) -> float:
+    """What `fit` minimises, at coefficients ``found``."""
+    errors = (np.asarray(features, dtype=float) @ np.asarray(found) / np.asarray(times, dtype=float) - 1) / scale
+    return float((2 * (np.sqrt(1 + errors**2) - 1)).sum())
+
+
 def _nonnegative(matrix: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """argmin over x >= 0 of Σ w (A x − 1)²; of equally good ones that with the fewest terms."""
     count = matrix.shape[1]

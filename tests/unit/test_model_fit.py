@@ -50,7 +50,7 @@ def fitted(trials):
 
 def test_coefficients_of_exact_rows_come_back():
     (model,), refused = fitted(rows())
-    assert model.coefficients == pytest.approx((2.0, 0.05, 6.0))
+    assert model.coefficients[:3] == pytest.approx((2.0, 0.05, 6.0))
     assert (model.rows, model.loo_error, refused) == (12, pytest.approx(0, abs=1e-9), [])
     assert model.problem == family(problem())
 
@@ -90,7 +90,7 @@ def test_solver_agrees_with_scipy_where_that_is_installed():
 
 def test_what_explains_nothing_gets_no_weight():
     (model,), _ = fitted(rows(b=0.0, c=0.0))
-    assert model.coefficients == pytest.approx((2.0, 0.0, 0.0))
+    assert model.coefficients[:3] == pytest.approx((2.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_failed_trials_are_no_rows_and_the_race_counts_more_than_the_search():
     slow = [timed(t.problem, t.workload, 2 * t.median_us) for t in trials]
     raced = [timed(t.problem, t.workload, t.median_us, phase="final") for t in trials]
     (model,), _ = fitted([*raced, *slow, trial(point(), "wrong")])
-    assert model.coefficients == pytest.approx((2.0, 0.05, 6.0))
+    assert model.coefficients[:3] == pytest.approx((2.0, 0.05, 6.0))
     assert model.rows == 12
 
 
 def test_rows_of_another_source_or_card_are_not_mixed_in():
     old = [timed(t.problem, t.workload, 5 * t.median_us, template_digest=OLD) for t in rows()]
     (model,), _ = fitted([*old, *old, *rows()])
-    assert model.coefficients == pytest.approx((2.0, 0.05, 6.0))
+    assert model.coefficients[:3] == pytest.approx((2.0, 0.05, 6.0))
     assert model.template_digest == trial().template_digest
     (model,), _ = fitted(old)
     assert (model.template_digest, model.coefficients[0]) == (OLD, pytest.approx(10.0))

@@ -39,7 +39,7 @@ def fitted(trials):
 @pytest.mark.parametrize("kernel", SPLIT_KERNELS)
 def test_coefficients_of_each_kernel_come_back(kernel):
     (model,), _ = fitted(rows((kernel,)))
-    assert model.coefficients == pytest.approx(COEFFICIENTS[kernel], rel=1e-6)
+    assert model.coefficients[:3] == pytest.approx(COEFFICIENTS[kernel], rel=1e-6)
     assert (model.form, model.problem) == ("work", family(CONFIG.problem(kernel)))
     assert model.loo_error == pytest.approx(0, abs=1e-9) and model.rows == len(HEADS) * len(SHIPPED_SPLIT_WORKLOADS)
 
