@@ -75,9 +75,10 @@ def _make_ramp(size: int, device: torch.device) -> torch.Tensor:
 
 def _keep(content: tuple, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """``make()``, once per content, device and stream; anew while a graph is captured."""
-    if is_capturing(device):
+    stream = current_stream(device)
+    if stream is None:
         return make()
-    key = (content, device, _stream(device))
+    key = (content, device, stream)
     found = _kept.get(key)
     if found is None:
         if len(_kept) >= _MAX_KEPT:
@@ -89,6 +90,11 @@ def _keep(content: tuple, device: torch.device, make: Callable[[], torch.Tensor]
 def is_capturing(device: torch.device) -> bool:
     """Whether torch's current stream records a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> int | None:
+    """The handle of torch's current stream, 0 on the CPU; None while it records a CUDA graph."""
+    return None if is_capturing(device) else _stream(device)
 
 
 def _stream(device: torch.device) -> int:

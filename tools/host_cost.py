@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import itertools
 import json
 import statistics
@@ -98,27 +99,26 @@ def num_launches(kwargs: dict) -> int:
 
 
 def launch_parts(heads: tuple[int, int], lengths: list[int]) -> dict[str, float]:
-    """Host microseconds of a whole call, of each kernel's launch, and of an allocation, with the kernels running."""
+    """Host microseconds of a whole call, of its launches, and of an allocation, with the kernels running.
+
+    "forward" is one launch, or those of a split.
+    """
     x = make_inputs(lengths, *heads, device="cuda")
     call = dict(zip(("q", "k", "v", "g", "beta"), x.tokens)) | dict(cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_host)
     chunk_gated_delta_rule(**call)
-    operator = dispatch.compiled(dispatch.config_of(next(iter(validate._calls.values()))))
-    forward = operator.choose(x.cu_host, x.q.device)
+    _, prepared = dispatch._prepared(next(iter(validate._calls.values())), None, None)
     given: dict[str, tuple] = {}
-    entries = {"kkt_inverse": operator._kkt_inverse, "fused_forward": forward}
-    operator._kkt_inverse = lambda *arguments: given.update(kkt_inverse=arguments)
-    spy = lambda *arguments: given.update(fused_forward=arguments)
+    entries = {"kkt_inverse": prepared.kkt_inverse, "forward": prepared.forward}
+    spies = {name: lambda *arguments, name=name: given.update({name: arguments}) for name in entries}
     tokens = [t[0] for t in x.tokens]
-    operator(*tokens, x.cu_seqlens, forward=spy)
-    operator._kkt_inverse = entries["kkt_inverse"]
-    run = lambda: operator(*tokens, x.cu_seqlens, forward=forward)
+    dataclasses.replace(prepared, **spies)(*tokens, x.cu_seqlens)
     parts = {
         "chunk_gated_delta_rule": lambda: chunk_gated_delta_rule(**call),
-        "its CompiledOp": run,
+        "its PreparedCall": lambda: prepared(*tokens, x.cu_seqlens),
         **{name: lambda name=name: entries[name](*given[name]) for name in entries},
         "torch.empty": lambda: torch.empty((100, 8, 64, 64), dtype=torch.bfloat16, device="cuda"),
         "torch.empty_like": lambda: torch.empty_like(x.v),
-        "a view": lambda: x.q.view(-1, *x.q.shape[2:]),
+        "a view": lambda: x.q.view(x.q.shape[1], *x.q.shape[2:]),
     }
     with torch.no_grad():
         return {name: burst_us(part) for name, part in parts.items()}
