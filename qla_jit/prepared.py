@@ -23,7 +23,7 @@ class Checkpoints:
     rows: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreparedCall:
     """Calls that agree in tokens, sequences, device, and in what is launched for them.
 
