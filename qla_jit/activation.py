@@ -68,6 +68,11 @@ class Modes(NamedTuple):
         beta = int(beta_dtype != torch.float32) if activation.beta_scale is None else 1 + activation.beta_scale
         return cls(int(activation.normalize), g, beta)
 
+    @property
+    def doubles_beta(self) -> bool:
+        """Whether beta becomes twice a sigmoid, up to 2."""
+        return self.beta == 3
+
 
 #: Everything that the kernel can write.
 ALL_MODES = Modes(1, 2, 3)

@@ -92,6 +92,8 @@ def chunk_gated_delta_rule(
     Needs lengths on the host, as above.
     workspace: a `Workspace` of this stream, for the intermediates on CUDA.  With it, out and final_state_out or a pool,
     a call allocates nothing, where g and beta are contiguous, A_log and dt_bias fp32 or of q's dtype, indices int32.
+    Without it, intermediates of up to 32 MiB are kept for later calls, for each of a thread's last four streams; a call
+    that must leave nothing behind in a memory pool passes a new one.
     Other keywords, as in FLA: use_gate_in_kernel (g becomes ``−exp(A_log) · softplus(g + dt_bias)``) with A_log and
     dt_bias ``[HV]``; chunk_size 16, 32 or 64, a hint; transpose_state_layout, the deprecated name of state_v_first.
 

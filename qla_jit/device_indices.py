@@ -10,6 +10,7 @@ What one stream writes, another may read too early, or still read when the memor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -75,9 +76,10 @@ def _make_ramp(size: int, device: torch.device) -> torch.Tensor:
 
 def _keep(content: tuple, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """``make()``, once per content, device and stream; anew while a graph is captured."""
-    if is_capturing(device):
+    stream = current_stream(device)
+    if stream is None:
         return make()
-    key = (content, device, _stream(device))
+    key = (content, device, stream)
     found = _kept.get(key)
     if found is None:
         if len(_kept) >= _MAX_KEPT:
@@ -88,9 +90,19 @@ def _keep(content: tuple, device: torch.device, make: Callable[[], torch.Tensor]
 
 def is_capturing(device: torch.device) -> bool:
     """Whether torch's current stream records a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _has_streams(device) and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> int | None:
+    """The handle of torch's current stream, 0 on the CPU; None while it records a CUDA graph."""
+    return None if is_capturing(device) else _stream(device)
 
 
 def _stream(device: torch.device) -> int:
     """The handle of torch's current stream; the public way to it makes an object, for ten times as long."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return torch._C._cuda_getCurrentRawStream(device.index) if _has_streams(device) else 0
+
+
+@functools.cache
+def _has_streams(device: torch.device) -> bool:
+    return device.type == "cuda"  # a new string in every call, for longer than it takes to look this up

@@ -7,17 +7,17 @@ for the views, allocations and launches, and for little else: what its content d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from . import device_indices, launch
-from .activation import Activation, aligned
+from .activation import Modes, aligned
 from .arch import detect
 from .backward import CompiledBackward, Gradients, Walks, compile_backward
 from .config import OpConfig
-from .op import Checkpoints, CompiledOp, compile
-from .split import EXACT, SplitForward
+from .op import CompiledOp, compile
+from .prepared import Checkpoints, PreparedCall
+from .split import EXACT
 from .split_backward import SplitBackward
 from .validate import Call
 
@@ -72,28 +72,31 @@ def forward_cuda(
                 call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace,
                 activation,
             )  # fmt: skip
-    op, forward = _operator(call, activation, None if activation is None else (g.dtype, beta.dtype))
-    if (
-        isinstance(forward, SplitForward)
-        and out is not None
-        and _shares_memory(out, q, k, v, g, beta, initial_state, final_state_out)
-    ):
-        forward = op.choose(call.cu_host, call.device)  # a split writes to o before the last token of v is read
+    modes = gates = None
+    if activation is not None:
+        modes, gates = Modes.of(activation, g.dtype, beta.dtype), (g.dtype, beta.dtype)
+    op, prepared = _prepared(call, modes, gates)
+    is_split = prepared.num_scratch > 0
+    if is_split and out is not None and _shares_memory(out, q, k, v, g, beta, initial_state, final_state_out):
+        # A split writes to o before the last token of v is read.
+        op, prepared = _prepared(call, modes, gates, may_split=False)
     bounds = device_indices.bounds(call, cu_seqlens)
-    heads, value_heads, dim_k, dim_v = call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v
+    tokens, heads, value_heads = call.batch * call.num_tokens, call.num_heads, call.num_value_heads
+    dim_k, dim_v = call.head_dim_k, call.head_dim_v
     if out is None:
         out = torch.empty_like(v)
-    o = out.view(-1, value_heads, dim_v)
+    o = out.view(tokens, value_heads, dim_v)
     if state_indices is not None and state_indices.dtype != torch.int32:
         state_indices = state_indices.to(torch.int32)
     checkpoints = None if call.checkpoint_every is None else _new_checkpoints(call, op, bounds)
-    _, final = op(
-        q.view(-1, heads, dim_k), k.view(-1, heads, dim_k), v.view(-1, value_heads, dim_v), g.view(-1, value_heads),
-        beta.view(-1, value_heads), bounds, call.scale, initial_state, call.output_final_state, o, None, state_indices,
-        final_state_out, checkpoints if call.num_checkpoints else None, workspace, forward, activation,
+    _, final = prepared(
+        q.view(tokens, heads, dim_k), k.view(tokens, heads, dim_k), v.view(tokens, value_heads, dim_v),
+        g.view(tokens, value_heads), beta.view(tokens, value_heads), bounds, call.scale, initial_state,
+        call.output_final_state, o, state_indices, final_state_out, checkpoints if call.num_checkpoints else None,
+        workspace, activation,
     )  # fmt: skip
     covered = call.cu_host[-1] if call.cu_host is not None else 0
-    if covered < o.shape[0]:
+    if covered < tokens:
         _clear_padding(o, bounds, call.cu_host)
     return (out, final) if checkpoints is None else (out, final, checkpoints.states)
 
@@ -139,17 +142,18 @@ def _has_several_cards() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def _operator(
-    call: Call, activation: Activation | None, gates: tuple[torch.dtype, torch.dtype] | None
-) -> tuple[CompiledOp, Callable[..., None]]:
-    """The operator of a call, and what it launches for its lengths."""
-    # With β up to 2 the gates alone do not bound what a window drops.
-    window = EXACT if activation is not None and activation.beta_scale == 2 else call.window
-    key = "operator", gates, window
+def _prepared(
+    call: Call, modes: Modes | None, gates: tuple[torch.dtype, torch.dtype] | None, may_split: bool = True
+) -> tuple[CompiledOp, PreparedCall]:
+    """The operator of a call, and what it launches for its lengths; modes, gates: of the activation and its inputs."""
+    key = modes, gates, call.window, may_split  # a call with another window may share the memo
     found = call.memo.get(key)
     if found is None:
         op = compiled(config_of(call, gates))
-        found = op, op.choose(call.cu_host, call.device, call.auto_cp, window, call.window_share)
+        # With β up to 2 the gates alone do not bound what a window drops.
+        window = EXACT if modes is not None and modes.doubles_beta else call.window
+        forward = op.choose(call.cu_host, call.device, may_split and call.auto_cp, window, call.window_share)
+        found = op, op.prepare(call.batch * call.num_tokens, call.num_sequences, call.device, forward, modes)
         if not device_indices.is_capturing(call.device):  # a capture may have to do without a split
             call.memo[key] = found
     return found

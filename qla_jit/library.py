@@ -11,6 +11,7 @@ import torch
 
 from . import api, device_indices
 from .validate import validate
+from .workspace import Workspace
 
 
 @torch.library.custom_op("qla_jit::chunk_gated_delta_rule", mutates_args=())
@@ -35,11 +36,12 @@ def forward(
 
     Returns o and the final state, which is empty where none is asked for.
     """
+    # Intermediates of its own: PyTorch may run this in a memory pool of its graphs, where nothing may be left behind.
     with torch.no_grad():
         o, final = api.chunk_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first=state_v_first,
             cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, auto_cp=auto_cp, window=window or "exact",
-            window_share=window_share, state_dtype=state_dtype,
+            window_share=window_share, state_dtype=state_dtype, workspace=Workspace(),
         )  # fmt: skip
     if final is None:
         final = v.new_empty(0, dtype=_state_dtype(q, state_dtype))

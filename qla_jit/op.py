@@ -17,26 +17,15 @@ from .artifacts import Artifact, ArtifactStore
 from .config import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
 from .db import Database, Match, open_db
 from .errors import InputError, KernelMissingError, UnsupportedError
+from .prepared import Checkpoints, PreparedCall
 from .schedule import Schedule
 from .spec import KernelSpec
 from .split import EXACT, SplitForward, cut_batch
 from .split_models import SplitModels
 from .split_plan import describe, plan_split
-from .workspace import Layout, Workspace, intermediates
+from .workspace import MAX_KEPT_BYTES, Workspace, intermediates, num_bytes
 
 _MAX_CACHED_CHOICES = 1024
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """States after every ``every`` tokens of each sequence, a multiple of the chunk size.
-
-    states: ``[rows, HV, K, V]`` in the config's layout and state_dtype.  rows: ``[N]`` int32, each sequence's first.
-    """
-
-    every: int
-    states: torch.Tensor
-    rows: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class CompiledOp:
     """The operator for one `OpConfig`: takes CUDA tensors, launches on torch's current stream, never synchronises.
 
     After the first call it may be captured into a CUDA graph.  Allocates with torch's allocator what the caller does
-    not give: o, the final state, and the intermediates ``a`` and ``log_gates``.
+    not give: o, the final state, and the intermediates, of which small ones are kept (`workspace.take_kept`).
     """
 
     def __init__(
@@ -100,7 +89,7 @@ class CompiledOp:
         self._state_dtype = launch.torch_dtype(config.state_dtype)
         found = kernels.get("input_activation")
         self._activation = found and ActivationKernel(found.spec.problem, found.entry)
-        self._layouts: dict[tuple[int, int, Modes | None], Layout] = {}
+        self._prepared: dict[tuple, PreparedCall] = {}
         self._absent: dict[torch.device, torch.Tensor] = {}
 
     def __call__(
@@ -134,50 +123,55 @@ class CompiledOp:
         out, final_state_out, checkpoints: where results are written.  workspace: where intermediates are.
         Returns (o ``[T, HV, V]``, final state or None).
         """
-        device, sequences = q.device, bounds.shape[0] - 1
+        device = q.device
         modes = None if activation is None else Modes.of(activation, g.dtype, beta.dtype)
         if forward is None:
             forward = self.choose(cu_host, device)
-        is_split = isinstance(forward, SplitForward)
-        layout = self._layout(q.shape[0], sequences, modes)
-        if is_split:
-            layout = forward.scratch + layout
-        if workspace is not None:
-            taken = workspace.take(layout, device)
-        else:
-            taken = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
-        scratch = taken[: len(forward.scratch)] if is_split else ()
-        a, log_gates, *activated = taken[len(scratch) :]
-        if out is None:
-            out = torch.empty_like(v)
-        absent = self._absent_state(device)
-        initial = absent if initial_state is None else initial_state
-        if not output_final_state:
-            final = absent
-        elif state_rows is not None:
-            final = initial_state
-        elif final_state_out is not None:
-            final = final_state_out
-        elif initial_state is not None:
-            final = torch.empty_like(initial_state)
-        else:
-            shape = launch.state_shape(self._problem, sequences)
-            final = torch.empty(shape, dtype=self._state_dtype, device=device)
-        if state_rows is None:
-            state_rows = device_indices.ramp(sequences, device)
-        if checkpoints is None:
-            checkpoint_rows, states, every = state_rows, absent, 0
-        else:
-            checkpoint_rows, states, every = checkpoints.rows, checkpoints.states, checkpoints.every // self.chunk_size
-        if activation is not None:
-            q, k, g, beta = self._activation(activation, modes, activated, q, k, g, beta)
-        self._kkt_inverse(k, beta, g, bounds, a, log_gates)
-        forward(
-            q, k, v, a, log_gates, bounds, state_rows, checkpoint_rows, initial, final, states, out,
-            self.config.head_dim_k**-0.5 if scale is None else scale,
-            int(initial_state is not None), int(output_final_state), every, *scratch,
+        return self.prepare(q.shape[0], bounds.shape[0] - 1, device, forward, modes)(
+            q, k, v, g, beta, bounds, scale, initial_state, output_final_state, out, state_rows, final_state_out,
+            checkpoints, workspace, activation,
         )  # fmt: skip
-        return out, final if output_final_state else None
+
+    def prepare(
+        self,
+        num_tokens: int,
+        num_sequences: int,
+        device: torch.device,
+        forward: Callable[..., None],
+        modes: Modes | None = None,
+    ) -> PreparedCall:
+        """What calls of this size share.  forward: what `choose` or `split` answered.  modes: of the activation.
+
+        Kept per content, but not what is made while a CUDA graph is captured.
+        """
+        key = num_tokens, num_sequences, device, forward, modes
+        found = self._prepared.get(key)
+        if found is None:
+            scratch = forward.scratch if isinstance(forward, SplitForward) else ()
+            layout = scratch + intermediates(self._problem, num_tokens, num_sequences)
+            if modes is not None:
+                layout += self._activation.outputs(modes, num_tokens)
+            found = PreparedCall(
+                kkt_inverse=self._kkt_inverse,
+                forward=forward,
+                activation=self._activation,
+                modes=modes,
+                device=device,
+                layout=layout,
+                num_scratch=len(scratch),
+                is_small=num_bytes(layout) <= MAX_KEPT_BYTES,
+                chunk_size=self.chunk_size,
+                default_scale=self.config.head_dim_k**-0.5,
+                state_shape=launch.state_shape(self._problem, num_sequences),
+                absent=self._absent_state(device),
+                state_rows=device_indices.ramp(num_sequences, device),
+            )
+            if device_indices.is_capturing(device):
+                return found
+            if len(self._prepared) >= _MAX_CACHED_CHOICES:
+                self._prepared.clear()
+            self._prepared[key] = found
+        return found
 
     def report(self) -> list[dict]:
         """One entry per kernel: schedule, why it was chosen, registers per role, spills, shared memory."""
@@ -305,21 +299,8 @@ class CompiledOp:
             found = self._split_kernels[name, schedule] = self._load_split(name, schedule)
         return found
 
-    def _layout(self, tokens: int, sequences: int, modes: Modes | None) -> Layout:
-        """Shapes and dtypes of the intermediates, and of what the activation writes."""
-        key = tokens, sequences, modes
-        found = self._layouts.get(key)
-        if found is None:
-            if len(self._layouts) >= _MAX_CACHED_CHOICES:
-                self._layouts.clear()
-            found = intermediates(self._problem, tokens, sequences)
-            if modes is not None:
-                found += self._activation.outputs(modes, tokens)
-            self._layouts[key] = found
-        return found
-
     def _absent_state(self, device: torch.device) -> torch.Tensor:
-        """A tensor to pass where a state is absent; the kernel does not touch it."""
+        """`PreparedCall.absent`."""
         if device not in self._absent:
             self._absent[device] = torch.empty(
                 launch.state_shape(self._problem, 1), dtype=self._state_dtype, device=device

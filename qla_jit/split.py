@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from .config import SPLIT_KERNELS, Problem
-from .device_indices import is_capturing
+from .device_indices import current_stream
 from .segments import EXACT, Segments, cut, least_segment_chunks
 from .templates.segments_sm90 import SEGMENT_FIELDS, TURN_FIELDS
 from .workspace import Layout
@@ -47,15 +47,19 @@ class SegmentTables:
         table, turns, self.first_segments, self.corrected = self._memory.split([len(part) for part in parts])
         self.segments, self.turns = table.view(-1, SEGMENT_FIELDS), turns.view(-1, TURN_FIELDS)
         self.needs_correction = self.corrected.numel() > 0
-        self._is_captured = False
+        self._users: set[int | None] = set()
 
     def use(self) -> None:
         """To be called before the launches that read the tensors."""
-        if self._memory.is_cuda:
-            self._memory.record_stream(torch.cuda.current_stream(self._memory.device))
-            if not self._is_captured and is_capturing(self._memory.device):
-                self._is_captured = True
-                self._captured.append(self)
+        if not self._memory.is_cuda:
+            return
+        stream = current_stream(self._memory.device)
+        if stream in self._users:  # the allocator waits, when it frees, for all that a stream it was told of has queued
+            return
+        self._memory.record_stream(torch.cuda.current_stream(self._memory.device))
+        if stream is None:
+            self._captured.append(self)
+        self._users.add(stream)
 
 
 class SplitForward:

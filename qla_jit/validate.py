@@ -189,7 +189,7 @@ def _host_lengths(cu_seqlens, cu_seqlens_cpu) -> tuple[int, ...] | None:
         return tuple(cu_seqlens.tolist())
     if isinstance(cu_seqlens_cpu, torch.Tensor):
         _check_index_vector("cu_seqlens_cpu", cu_seqlens_cpu)
-        if cu_seqlens_cpu.device.type != "cpu":
+        if not cu_seqlens_cpu.is_cpu:
             refuse(
                 InputError,
                 "cu_seqlens_cpu is on the CPU",
@@ -200,7 +200,7 @@ def _host_lengths(cu_seqlens, cu_seqlens_cpu) -> tuple[int, ...] | None:
     else:
         cu = tuple(map(operator.index, cu_seqlens_cpu))
     # Contents are compared only where that is free; on CUDA it would be the copy that the host lengths avoid.
-    if cu_seqlens.numel() != len(cu) or (cu_seqlens.device.type == "cpu" and tuple(cu_seqlens.tolist()) != cu):
+    if cu_seqlens.numel() != len(cu) or (cu_seqlens.is_cpu and tuple(cu_seqlens.tolist()) != cu):
         refuse(
             InputError,
             "cu_seqlens and cu_seqlens_cpu are equal",

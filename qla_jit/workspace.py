@@ -1,14 +1,18 @@
-"""Memory that calls use again: the intermediates of the kernels, kept by the caller instead of allocated per call."""
+"""Memory that calls use again: the intermediates of the kernels, kept by the caller instead of allocated per call.
+
+Where a caller keeps none, small ones are kept here, per thread and stream: `take_kept`.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 
 from . import activation, launch
 from .config import CHUNK_SIZES, OpConfig, Problem
-from .device_indices import is_capturing
+from .device_indices import current_stream, is_capturing
 from .errors import InputError
 
 #: Shape and dtype of each tensor.
@@ -16,6 +20,9 @@ Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 _ALIGNMENT_BYTES = 256  # what torch's allocator gives every tensor
 _MAX_CACHED_VIEWS = 256
+#: Of one call's intermediates in `take_kept`: the kernels of larger calls outlast their allocations.
+MAX_KEPT_BYTES = 32 << 20
+_MAX_KEPT_STREAMS = 4
 
 
 class Workspace:
@@ -51,14 +58,18 @@ class Workspace:
 
         Raises InputError on another device than that of earlier calls.
         """
+        found = self._place(layout, device)
+        if is_capturing(device) and not any(kept is self._buffer for kept in self._captured):
+            self._captured.append(self._buffer)
+        return found
+
+    def _place(self, layout: Layout, device: torch.device) -> tuple[torch.Tensor, ...]:
         found = self._views.get((layout, device))
         if found is None:
-            self._grow(_num_bytes(layout), device)
+            self._grow(num_bytes(layout), device)
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
             found = self._views[layout, device] = _carve(self._buffer, layout)
-        if is_capturing(device) and not any(kept is self._buffer for kept in self._captured):
-            self._captured.append(self._buffer)
         return found
 
     def _grow(self, num_bytes: int, device: torch.device) -> None:
@@ -73,6 +84,35 @@ class Workspace:
         self._views.clear()
         self._buffer = None  # freed first, so that both need not fit
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+class _Kept(threading.local):
+    """The workspaces of one thread, by card and stream, oldest first."""
+
+    def __init__(self) -> None:
+        self.workspaces: dict[tuple[int | None, int], Workspace] = {}
+
+
+_kept = _Kept()
+
+
+def take_kept(layout: Layout, device: torch.device) -> tuple[torch.Tensor, ...] | None:
+    """`Workspace.take` of a workspace that belongs to this thread and torch's current stream, one of ``device``.
+
+    None while a CUDA graph is captured: its memory must be its own.  Two threads may launch on one stream in turns,
+    kernel by kernel, so they share nothing; and a stream's memory goes back to that stream, when the thread ends or has
+    since used four others.  So a thread holds at most four times the largest layout, `MAX_KEPT_BYTES` by its callers.
+    """
+    stream = current_stream(device)
+    if stream is None:
+        return None
+    workspaces, key = _kept.workspaces, (device.index, stream)
+    workspace = workspaces.get(key)
+    if workspace is None:
+        if len(workspaces) >= _MAX_KEPT_STREAMS:
+            del workspaces[next(iter(workspaces))]
+        workspace = workspaces[key] = Workspace()
+    return workspace._place(layout, device)
 
 
 def intermediates(problem: Problem, tokens: int, sequences: int) -> Layout:
@@ -93,7 +133,7 @@ def workspace_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
     activated = ()
     if config.activation:
         activated = activation.outputs(config.problem("input_activation"), activation.ALL_MODES, tokens)
-    return max(_num_bytes(layout + activated) for layout in layouts) + _split_bytes(config, tokens, sequences)
+    return max(num_bytes(layout + activated) for layout in layouts) + _split_bytes(config, tokens, sequences)
 
 
 def _split_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
@@ -107,7 +147,8 @@ def _split_bytes(config: OpConfig, tokens: int, sequences: int) -> int:
     return 2 * _aligned(4 * (tokens // least + sequences) * config.num_value_heads)
 
 
-def _num_bytes(layout: Layout) -> int:
+def num_bytes(layout: Layout) -> int:
+    """What tensors of these shapes and dtypes take of a workspace."""
     return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
 
 

@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
 """Host time of a warmed call above its launches: everything runs but the kernels, which are replaced by nothing.
 
-    python tools/host_cost.py [--calls 2000] [--json]
+    python tools/host_cost.py [--calls 100] [--json]
     python tools/host_cost.py --launches [--heads 2:8] [--lengths 1024*8]      (on a card)
 
 On a card tensors, allocations and streams are those of the card; elsewhere CPU tensors take the same way.  Prints the
-median over rounds of the mean time of a call in microseconds, per signature.  With --launches the kernels run, in
-bursts short enough that no launch waits for the card, and the parts of a call are timed one by one.
+least over rounds of the mean time of a call in microseconds, and its number of launches, per signature: whatever else
+a host does only adds to the time.  With --launches the kernels run, in bursts short enough that no launch waits for the
+card, and the parts of a call are timed one by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -23,17 +27,25 @@ from qla_jit import Workspace, chunk_gated_delta_rule, dispatch, op, validate
 from qla_jit.numerics import make_inputs
 from qla_jit.workload import lengths_of
 
-ROUNDS = 15
+ROUNDS = 300
 BURSTS, BURST = 60, 40  # the card queues far more than these launches
 HEADS = (16, 64, 128, 128)
 LENGTHS = (100, 28, 128)
+HEADS_TO_SPLIT = (2, 8, 128, 128)
+LENGTHS_TO_SPLIT = (8192,)
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+
+launches = itertools.count()
 
 
 def without_kernels(on_card: bool) -> None:
     """Replace building, loading and launching for the rest of the process."""
     op.build.ensure = lambda spec, store: SimpleNamespace(spec=spec, report={})
-    op.runtime.load = lambda artifact: lambda *arguments: None
+    op.runtime.load = lambda artifact: lambda *arguments: next(launches)
     if not on_card:
+        # As on a card, memory that is freed is used again instead of given back to the system.
+        for option, value in ((M_TRIM_THRESHOLD, 2**30), (M_MMAP_MAX, 0)):
+            ctypes.CDLL(None).mallopt(option, value)
         dispatch._arch_name = lambda index: "sm90"
         dispatch._has_several_cards = lambda: False
         torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
@@ -49,50 +61,64 @@ def signatures(device: str) -> dict[str, dict]:
     states = ragged | dict(initial_state=x.initial_state, output_final_state=True)
     rows = torch.tensor([1, 0, 2], dtype=torch.int32, device=device)
     outputs = dict(out=torch.empty_like(x.v), final_state_out=torch.empty_like(x.initial_state))
+    y = make_inputs(LENGTHS_TO_SPLIT, *HEADS_TO_SPLIT, device=device)
+    long = dict(zip(("q", "k", "v", "g", "beta"), y.tokens))
+    long_ragged = long | dict(cu_seqlens=y.cu_seqlens, cu_seqlens_cpu=torch.tensor(y.cu_host, dtype=torch.int32))
     return {
         "dense": tokens,
         "ragged, states": states,
         "ragged int64, states": states | dict(cu_seqlens=x.cu_seqlens.long(), cu_seqlens_cpu=host.long()),
         "ragged, pool": states | dict(state_indices=rows),
         "ragged, nothing allocated": states | outputs | dict(workspace=Workspace()),
+        "dense, split": long,
+        "ragged, states, split": long_ragged | dict(initial_state=y.initial_state, output_final_state=True),
+        "ragged, states, whole": long_ragged
+        | dict(initial_state=y.initial_state, output_final_state=True, auto_cp=False),
     }
 
 
 def host_us(kwargs: dict, calls: int) -> float:
-    """Median over rounds of the mean host time of a call."""
+    """Least over rounds of the mean host time of a warmed call."""
     times = []
     with torch.no_grad():
-        chunk_gated_delta_rule(**kwargs)
         for _ in range(ROUNDS):
             began = time.perf_counter()
             for _ in range(calls):
                 chunk_gated_delta_rule(**kwargs)
             times.append((time.perf_counter() - began) / calls)
-    return statistics.median(times) * 1e6
+    return min(times) * 1e6
+
+
+def num_launches(kwargs: dict) -> int:
+    """Kernels that a warmed call launches; the first call is made here."""
+    with torch.no_grad():
+        chunk_gated_delta_rule(**kwargs)
+        before = next(launches)
+        chunk_gated_delta_rule(**kwargs)
+    return next(launches) - before - 1
 
 
 def launch_parts(heads: tuple[int, int], lengths: list[int]) -> dict[str, float]:
-    """Host microseconds of a whole call, of each kernel's launch, and of an allocation, with the kernels running."""
+    """Host microseconds of a whole call, of its launches, and of an allocation, with the kernels running.
+
+    "forward" is one launch, or those of a split.
+    """
     x = make_inputs(lengths, *heads, device="cuda")
     call = dict(zip(("q", "k", "v", "g", "beta"), x.tokens)) | dict(cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_host)
     chunk_gated_delta_rule(**call)
-    operator = dispatch.compiled(dispatch.config_of(next(iter(validate._calls.values()))))
-    forward = operator.choose(x.cu_host, x.q.device)
+    _, prepared = dispatch._prepared(next(iter(validate._calls.values())), None, None)
     given: dict[str, tuple] = {}
-    entries = {"kkt_inverse": operator._kkt_inverse, "fused_forward": forward}
-    operator._kkt_inverse = lambda *arguments: given.update(kkt_inverse=arguments)
-    spy = lambda *arguments: given.update(fused_forward=arguments)
+    entries = {"kkt_inverse": prepared.kkt_inverse, "forward": prepared.forward}
+    spies = {name: lambda *arguments, name=name: given.update({name: arguments}) for name in entries}
     tokens = [t[0] for t in x.tokens]
-    operator(*tokens, x.cu_seqlens, forward=spy)
-    operator._kkt_inverse = entries["kkt_inverse"]
-    run = lambda: operator(*tokens, x.cu_seqlens, forward=forward)
+    dataclasses.replace(prepared, **spies)(*tokens, x.cu_seqlens)
     parts = {
         "chunk_gated_delta_rule": lambda: chunk_gated_delta_rule(**call),
-        "its CompiledOp": run,
+        "its PreparedCall": lambda: prepared(*tokens, x.cu_seqlens),
         **{name: lambda name=name: entries[name](*given[name]) for name in entries},
         "torch.empty": lambda: torch.empty((100, 8, 64, 64), dtype=torch.bfloat16, device="cuda"),
         "torch.empty_like": lambda: torch.empty_like(x.v),
-        "a view": lambda: x.q.view(-1, *x.q.shape[2:]),
+        "a view": lambda: x.q.view(x.q.shape[1], *x.q.shape[2:]),
     }
     with torch.no_grad():
         return {name: burst_us(part) for name, part in parts.items()}
@@ -113,7 +139,7 @@ def burst_us(part) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--calls", type=int, default=2000, help="calls per round")
+    parser.add_argument("--calls", type=int, default=100, help="calls per round")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--launches", action="store_true", help="time the parts of a call with the kernels running")
     parser.add_argument("--heads", default="2:8", help="q/k heads : value heads")
@@ -130,8 +156,9 @@ def main() -> None:
         return
     without_kernels(on_card)
     for name, kwargs in signatures("cuda" if on_card else "cpu").items():
-        row = {"signature": name, "host_us": round(host_us(kwargs, options.calls), 2), "cuda": on_card}
-        print(json.dumps(row) if options.json else f"{row['host_us']:8.2f} us  {name}")
+        row = {"signature": name, "launches": num_launches(kwargs)}
+        row |= {"host_us": round(host_us(kwargs, options.calls), 2), "cuda": on_card}
+        print(json.dumps(row) if options.json else f"{row['host_us']:8.2f} us  {row['launches']} launches  {name}")
 
 
 if __name__ == "__main__":

@@ -137,10 +137,20 @@ def test_tables_of_a_captured_split_stay(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     tables.use()
     assert SegmentTables._captured == []
-    monkeypatch.setattr(split, "is_capturing", lambda device: True)
+    monkeypatch.setattr(split, "current_stream", lambda device: None)
     for _ in range(2):
         tables.use()
     assert SegmentTables._captured == [tables]
+
+
+def test_the_allocator_hears_once_of_every_stream_that_reads_the_tables(monkeypatch):
+    tables, told = SegmentTables(cut([1300], 64, 5), CPU), []
+    tables._memory = SimpleNamespace(is_cuda=True, device=CPU, record_stream=told.append)
+    for stream in (7, 8, 7, 0, 8, 0):
+        monkeypatch.setattr(split, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        tables.use()
+    assert told == [7, 8, 0]
 
 
 def test_nothing_is_split_without_models_of_every_kernel(compiled):

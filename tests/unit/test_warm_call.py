@@ -1,12 +1,24 @@
 """Repeated calls on a pretended card: CPU tensors take the way of CUDA tensors, to kernels that record arguments."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qla_jit import Workspace, chunk_gated_delta_rule, dispatch, launch, op, validate
+from qla_jit import (
+    Workspace,
+    chunk_gated_delta_rule,
+    device_indices,
+    dispatch,
+    launch,
+    library,
+    op,
+    validate,
+    workspace,
+)
+from qla_jit.config import SPLIT_KERNELS
 from qla_jit.errors import InputError, UnsupportedError
 from qla_jit.numerics import make_inputs
 
@@ -29,6 +41,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(validate.Call, "runs_kernels", property(lambda call: not call.is_empty))
     monkeypatch.setattr(validate, "_calls", {})
+    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
     dispatch.compiled.cache_clear()
     yield seen
     dispatch.compiled.cache_clear()
@@ -111,6 +124,83 @@ class Allocations(TorchDispatchMode):
         if not func.is_view:
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_a_warmed_call_makes_a_view_per_tensor_and_its_results_only(launches, batch):
+    given = call(batch=batch)
+    chunk_gated_delta_rule(**given)
+    with Operations() as seen:
+        chunk_gated_delta_rule(**given)
+    made = ["aten.empty_like.default", "aten.new_empty.default"]  # o and the final state
+    assert sorted(seen.names) == [*made, *["aten.view.default"] * 6]
+
+
+def test_small_intermediates_are_those_of_the_last_call_and_large_ones_are_not_kept(launches, monkeypatch):
+    def taken() -> tuple[torch.Tensor, torch.Tensor]:
+        chunk_gated_delta_rule(**call())
+        return tuple(fused(launches)[name] for name in ("a", "log_gates"))
+
+    assert all(x is y for x, y in zip(taken(), taken(), strict=True))
+    bytes_taken = next(iter(workspace._kept.workspaces.values())).nbytes
+    for limit, is_kept in ((bytes_taken, True), (bytes_taken - 1, False)):
+        monkeypatch.setattr(op, "MAX_KEPT_BYTES", limit)
+        monkeypatch.setattr(validate, "_calls", {})
+        dispatch.compiled.cache_clear()
+        assert all((x is y) == is_kept for x, y in zip(taken(), taken(), strict=True))
+
+
+def test_a_graph_has_intermediates_of_its_own(launches, monkeypatch):
+    chunk_gated_delta_rule(**call())
+    kept = fused(launches)["a"]
+    monkeypatch.setattr(device_indices, "is_capturing", lambda device: True)
+    chunk_gated_delta_rule(**call())
+    captured = fused(launches)["a"]
+    assert captured.shape == kept.shape and captured.data_ptr() != kept.data_ptr()
+
+
+def test_a_node_of_a_traced_graph_leaves_no_intermediates(launches):
+    """PyTorch may run it in a memory pool of its graphs, and refuses what is left there."""
+    x = call(batch=1)
+    tokens = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    library.forward(*tokens, None, None, None, None, True, False, None, True, 0.0, None)
+    assert len(launches) == 2 and not workspace._kept.workspaces
+    chunk_gated_delta_rule(**x)
+    assert workspace._kept.workspaces
+
+
+def test_a_call_whose_window_was_replaced_chooses_for_itself(launches, monkeypatch):
+    windows, real = [], op.CompiledOp.choose
+    monkeypatch.setattr(op.CompiledOp, "choose", lambda self, *args: windows.append(args[3]) or real(self, *args))
+    chunk_gated_delta_rule(**call(window=1e-3))
+    (known,) = validate._calls.values()
+    for window in (1e-3, "exact", "exact"):
+        dispatch._prepared(dataclasses.replace(known, window=window), None, None)
+    assert windows == [1e-3, "exact"]
+
+
+def test_a_split_is_not_written_over_its_inputs(launches):
+    """Its states pass through rows of o before the last token of v is read."""
+    x = make_inputs((8192,), 2, 8, 128, 128)
+    tokens = dict(zip(("q", "k", "v", "g", "beta"), x.tokens))
+    whole, split = ["kkt_inverse", "fused_forward"], ["kkt_inverse", *SPLIT_KERNELS]
+    for out, wanted in ((None, split), (x.v, whole), (torch.empty_like(x.v), split), (x.v, whole)):
+        launches.clear()
+        o, _ = chunk_gated_delta_rule(**tokens, out=out)
+        assert [name for name, _ in launches] == wanted
+        assert out is None or o is out
 
 
 def test_with_workspace_and_outputs_given_nothing_is_allocated(launches):

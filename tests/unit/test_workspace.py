@@ -1,10 +1,12 @@
 """A workspace grows, never shrinks, and keeps what a captured graph reads."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from qla_jit import InputError, OpConfig, Workspace, workspace_bytes
-from qla_jit.workspace import intermediates
+from qla_jit import InputError, OpConfig, Workspace, device_indices, workspace, workspace_bytes
+from qla_jit.workspace import intermediates, take_kept
 
 CPU = torch.device("cpu")
 CONFIG = OpConfig(2, 4)
@@ -69,3 +71,49 @@ def test_views_are_bounded(monkeypatch):
     for n in reversed(range(1, 10)):
         take(workspace, 64 * n)
     assert len(workspace._views) <= 4
+
+
+LAYOUT = intermediates(CONFIG.problem("fused_forward"), 100, 1)
+
+
+@pytest.fixture
+def on_stream(monkeypatch):
+    """Makes a stream the current one; nothing is kept before or after the test."""
+    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
+    return lambda stream: monkeypatch.setattr(device_indices, "_stream", lambda device: stream)
+
+
+def test_kept_intermediates_belong_to_a_stream(on_stream):
+    taken = {}
+    for stream in (7, 8, 7, 8):
+        on_stream(stream)
+        a, _ = taken.setdefault(stream, take_kept(LAYOUT, CPU))
+        assert take_kept(LAYOUT, CPU)[0] is a
+    assert taken[7][0].data_ptr() != taken[8][0].data_ptr()
+
+
+def test_kept_intermediates_belong_to_a_thread(on_stream):
+    """Two threads may launch on one stream in turns, kernel by kernel."""
+    on_stream(7)
+    mine = take_kept(LAYOUT, CPU)
+    with ThreadPoolExecutor(1) as other_thread:
+        theirs = [other_thread.submit(take_kept, LAYOUT, CPU).result() for _ in range(2)]
+    assert theirs[0] is theirs[1] and theirs[0][0].data_ptr() != mine[0].data_ptr()
+    assert take_kept(LAYOUT, CPU) is mine
+
+
+def test_nothing_is_kept_for_a_graph_or_taken_from_what_is_kept(on_stream, monkeypatch):
+    take_kept(LAYOUT, CPU)
+    monkeypatch.setattr(device_indices, "is_capturing", lambda device: True)
+    assert take_kept(LAYOUT, CPU) is None
+
+
+def test_of_streams_used_long_ago_nothing_is_kept(on_stream):
+    first = None
+    for stream in range(5):
+        on_stream(stream)
+        first = first or take_kept(LAYOUT, CPU)
+        take_kept(LAYOUT, CPU)
+    assert list(workspace._kept.workspaces) == [(None, stream) for stream in (1, 2, 3, 4)]
+    on_stream(0)
+    assert take_kept(LAYOUT, CPU) is not first
