@@ -11,6 +11,8 @@ from qla_jit.backward import Gradients
 from qla_jit.chunk_form import chunk_form
 from qla_jit.numerics import make_inputs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 H, HV, K, V = 2, 8, 16, 32
 
 
