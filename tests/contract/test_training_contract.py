@@ -7,10 +7,14 @@ import itertools
 
 import pytest
 import torch
+import training_processes
 from torch.utils.checkpoint import checkpoint
+from training_processes import train_lm
 
 from qla_jit import chunk_gated_delta_rule
 from qla_jit.numerics import make_inputs, relative_error
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = (70, 0, 5)
@@ -139,3 +143,20 @@ def test_gradients_accumulate_over_calls(device):
     once = [x.grad.clone() for x in leaves]
     call(*leaves)[0].float().square().sum().backward()
     assert_same_bits([x.grad for x in leaves], [2 * x for x in once])
+
+
+def test_a_model_under_autocast_needs_no_casts_of_its_own(device):
+    """Its layers hand over q, k and v in the dtypes that autocast left them in."""
+    operator = lambda q, k, v, g, beta, batch: chunk_gated_delta_rule(
+        q, k, v, g, beta, cu_seqlens=batch.bounds, cu_seqlens_cpu=batch.lengths
+    )[0].float()
+    batch = training_processes.batch_of(0, device)
+    losses = []
+    for run_operator, autocasts in ((operator, True), (train_lm.by_reference, False)):
+        torch.manual_seed(0)
+        model = train_lm.LanguageModel(training_processes.SIZES, run_operator).to(device)
+        with torch.autocast(device, BF16, enabled=autocasts):
+            losses.append(model(batch))
+        losses[-1].mean().backward()
+        assert all(x.grad.isfinite().all() for x in model.parameters())
+    assert relative_error(*losses) < 2e-2
