@@ -42,7 +42,7 @@ class Activation:
     def apply(self, q, k, g, beta) -> tuple[torch.Tensor, ...]:
         """(q, k, g, beta) in PyTorch: ``[..., H, K]`` and ``[..., HV]`` of any float dtype."""
         if self.normalize:
-            q, k = _l2norm(q), _l2norm(k)
+            q, k = _L2Norm.apply(q), _L2Norm.apply(k)
         if self.beta_scale is not None:
             beta = self.beta_scale * _wide(beta).sigmoid()
         if self.a_log is not None:
@@ -142,6 +142,25 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _l2norm(x: torch.Tensor) -> torch.Tensor:
+class _L2Norm(torch.autograd.Function):
+    """``x / sqrt(Σ x² + 1e-6)`` in fp32, rounded to x's dtype.  Keeps x alone; PyTorch's own graph keeps it in fp32."""
+
+    @staticmethod
+    def forward(x):
+        return _normalized(x)[0].to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        (y, scale), dy = _normalized(x), _wide(dy)
+        return (scale * (dy - y * (y * dy).sum(-1, keepdim=True))).to(x.dtype)
+
+
+def _normalized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = _wide(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)).to(x.dtype)
+    scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)
+    return wide * scale, scale

@@ -14,7 +14,7 @@ import torch
 
 from . import state_pool
 from .activation import CAST, Activation
-from .argument_checks import check_gate_parameters
+from .argument_checks import DTYPES, check_gate_parameters
 from .chunk_form import chunk_form
 from .errors import GradientError, InputError, UnsupportedError
 from .segments import DEFAULT_WINDOW, EXACT
@@ -94,6 +94,8 @@ def chunk_gated_delta_rule(
     a call allocates nothing, where g and beta are contiguous, A_log and dt_bias fp32 or of q's dtype, indices int32.
     Without it, intermediates of up to 32 MiB are kept for later calls, for each of a thread's last four streams; a call
     that must leave nothing behind in a memory pool passes a new one.
+    Under `torch.autocast` q, k and v are cast to its dtype, float64 excepted, as operands of PyTorch's products are; g,
+    beta, parameters of the gates and states are not.
     Other keywords, as in FLA: use_gate_in_kernel (g becomes ``−exp(A_log) · softplus(g + dt_bias)``) with A_log and
     dt_bias ``[HV]``; chunk_size 16, 32 or 64, a hint; transpose_state_layout, the deprecated name of state_v_first.
 
@@ -126,6 +128,9 @@ def chunk_gated_delta_rule(
         a_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if gate else (None, None)
         beta_scale = (2 if allow_neg_eigval else 1) if use_beta_sigmoid_in_kernel else None
         activation = Activation(bool(use_qk_l2norm_in_kernel), beta_scale, a_log, dt_bias)
+    dtype = _autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = (_autocast(x, dtype) for x in (q, k, v))
     if torch.compiler.is_compiling():
         _refuse_traced(
             out=out, final_state_out=final_state_out, state_indices=state_indices, checkpoint_every=checkpoint_every,
@@ -171,6 +176,17 @@ def chunk_gated_delta_rule(
     return _forward_cuda()(
         call, q, k, v, g, beta, cu_seqlens, initial_state, state_indices, out, final_state_out, workspace, activation
     )
+
+
+def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
+    """The dtype that `torch.autocast` gives the operands of products on q's device; None where it is off."""
+    kind = q.device.type if isinstance(q, torch.Tensor) else None
+    return torch.get_autocast_dtype(kind) if kind in DTYPES and torch.is_autocast_enabled(kind) else None
+
+
+def _autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    is_cast = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(dtype) if is_cast else x
 
 
 def _refuse_traced(**given) -> None:
@@ -241,10 +257,11 @@ def _run_chunk_form(call: Call, q, k, v, g, beta, initial_state, state_indices, 
         if not state_indices.is_cuda:
             check_pool_rows(state_indices, pool)
         initial_state = state_pool.gather(pool, state_indices)
-    o, final_state, *checkpoints = chunk_form(
-        q, k, v, g, beta, call.scale, initial_state, call.cu_host, call.state_v_first, call.state_dtype,
-        call.chunk_size, checkpoint_every=call.checkpoint_every,
-    )  # fmt: skip
+    with torch.autocast(call.device.type, enabled=False):  # inputs are as autocast wants them, products are in fp32
+        o, final_state, *checkpoints = chunk_form(
+            q, k, v, g, beta, call.scale, initial_state, call.cu_host, call.state_v_first, call.state_dtype,
+            call.chunk_size, checkpoint_every=call.checkpoint_every,
+        )  # fmt: skip
     if out is not None:
         o = out.copy_(o)
     if not call.output_final_state:

@@ -17,3 +17,12 @@ def pytest_collection_modifyitems(items):
 def device(request):
     """Each implementation behind the public operator: the chunk form on the CPU, the kernels on a card."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For many products of small tensors: threads that wait for each other on busy cores take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -142,3 +142,20 @@ def test_a_parameter_of_the_gates_may_need_a_gradient():
     assert not Activation(a_log=rates()).requires_grad and not CAST.requires_grad
     assert Activation(a_log=rates().requires_grad_()).requires_grad
     assert Activation(a_log=rates(), dt_bias=bias().requires_grad_()).requires_grad
+
+
+def test_gradients_of_the_norm_are_those_of_float64_and_can_be_differentiated():
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0] *= 1e-4  # of the size of what is added under the root
+    x.requires_grad_()
+    norm = lambda x: Activation(normalize=True).apply(x, x, x, x)[0]
+    torch.autograd.gradcheck(norm, x, eps=1e-7)
+    torch.autograd.gradgradcheck(norm, x[1:].detach().requires_grad_())
+
+
+def test_the_norm_keeps_its_input_and_no_fp32_copy():
+    x = torch.randn(2, 3, 8).bfloat16().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        q, *_ = Activation(normalize=True).apply(x, x.detach(), x.detach(), x.detach())
+    assert saved == [x.data_ptr()] and q.dtype == torch.bfloat16

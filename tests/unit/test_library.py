@@ -63,6 +63,24 @@ def test_a_compiled_call_without_states_has_none():
     assert relative_error(compiled, eager.double()) < 1e-5
 
 
+def test_a_compiled_call_under_autocast_is_that_of_cast_operands():
+    leaves, x = inputs()
+    step = lambda *given: chunk_gated_delta_rule(*given[:5], initial_state=given[5], cu_seqlens=x.cu_seqlens)[0]
+
+    def whole(*given):
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(*given)
+
+    want = step(*(t.bfloat16() for t in leaves[:3]), *leaves[3:])
+    wanted = torch.autograd.grad(want.float().square().sum(), leaves)
+    for around, call in ((True, step), (False, whole)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            o = compile_(call)(*leaves)
+        assert torch.equal(o, want)
+        found = torch.autograd.grad(o.float().square().sum(), leaves)
+        assert all(a.dtype == b.dtype and relative_error(a, b.double()) < 1e-2 for a, b in zip(found, wanted))
+
+
 def test_the_operators_of_the_library_keep_pytorchs_rules():
     from qla_jit import library
 
