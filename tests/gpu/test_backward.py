@@ -220,3 +220,14 @@ def test_a_split_backward_matches_float64_and_repeats_its_bits(gates, window):
         assert a.isfinite().all() and relative_error(a, b) < LIMITS[name], name
     for _ in range(50):
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+@pytest.mark.parametrize("heads", [(2, 8), (4, 16)], ids=str)
+def test_a_planned_split_matches_float64_and_repeats_its_bits_a_thousand_times(heads):
+    x, do, dfinal = case((8192, 900), *heads, seed=13, gates="bench")
+    call = validate(*x.tokens, None, x.initial_state, True, False, x.cu_seqlens, torch.tensor(x.cu_host))
+    assert isinstance(dispatch.planned_backward(call)[1], SplitBackward)
+    *_, first = gradients(x, do, dfinal)
+    assert_close(first, x, do, dfinal)
+    for _ in range(1000):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(x, do, dfinal)[2]))

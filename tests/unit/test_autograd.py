@@ -36,8 +36,7 @@ def card(monkeypatch):
 
     monkeypatch.setattr(dispatch, "forward_cuda", forward_cuda)
     monkeypatch.setattr(dispatch, "backward_cuda", backward_cuda)
-    monkeypatch.setattr(dispatch, "config_of", lambda call: None)
-    monkeypatch.setattr(dispatch, "compiled_backward", lambda config: None)
+    monkeypatch.setattr(dispatch, "planned_backward", lambda call: None)
     monkeypatch.setattr(validate.Call, "runs_kernels", property(lambda call: not call.is_empty))
     return asked
 
