@@ -171,9 +171,28 @@ class CompiledBackward:
         self, planned: SplitPlan, lengths: Sequence[int], device: torch.device, window: str | float
     ) -> Walks | SplitBackward:
         if planned.segment_chunks is None:
-            return Walks(*(self._load(name, planned.schedules[name]) for name in BACKWARD.whole))
-        entries = {name: self._load(name, planned.schedules[name]) for name in BACKWARD.split}
-        segments = cut_batch(self._models.problems["segment_backward"], lengths, planned.segment_chunks)
+            return self.whole(planned.schedules)
+        return self.split(lengths, planned.segment_chunks, device, window, planned.schedules)
+
+    def whole(self, schedules: Mapping[str, Schedule]) -> Walks:
+        """Whole sequences, by schedules of ``BACKWARD.whole``, by name, that a plan may choose."""
+        return Walks(*(self._load(name, schedules[name]) for name in BACKWARD.whole))
+
+    def split(
+        self,
+        lengths: Sequence[int],
+        segment_chunks: int,
+        device: torch.device,
+        window: str | float,
+        schedules: Mapping[str, Schedule],
+    ) -> SplitBackward:
+        """Sequences of ``lengths`` tokens cut into segments of at most ``segment_chunks`` chunks.
+
+        window: "exact", or the factor in (0, 1) by which what is dropped may still count.  schedules: of
+        ``BACKWARD.split``, by name, that a plan may choose.
+        """
+        entries = {name: self._load(name, schedules[name]) for name in BACKWARD.split}
+        segments = cut_batch(self.config.problem("segment_backward"), lengths, segment_chunks)
         return SplitBackward(entries, segments, self.config.num_value_heads, window, device)
 
     def explain(

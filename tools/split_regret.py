@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """What the plan's choices cost against the best of all measured plans: whole sequences, or segments of any length.
 
-    python tools/split_regret.py measure --out FILE [--batches core,random] [--limit N]      (on a card)
+    python tools/split_regret.py measure --out FILE [--batches core,random,backward] [--limit N]      (on a card)
     python tools/split_regret.py report FILE
 
 measure: per batch the operator's time, CUDA-graph median with a cold L2, for whole sequences, for those with the long
 ones first where the plan asks for that, for the segments that it chose, and for segment lengths around them; one JSON
 line a batch, as soon as it is known, so an interrupted run keeps what it has.  Batches: `core`, the head configurations
 and layouts of the benchmark's core set; `random`, 60 ragged batches of 1 to 64 sequences, 64 to 65,536 tokens each
-(131,072 in all), 2 to 64 value heads and any share of heads that decay, drawn from a fixed seed.
+(131,072 in all), 2 to 64 value heads and any share of heads that decay, drawn from a fixed seed; `backward`, the
+backward of the layouts and head configurations that training is measured with.
 
 report: regret, the plan's time over the best of its batch; the same of the plan that is told the share of heads with
 windows, and of never splitting.
@@ -20,9 +21,11 @@ import argparse
 import json
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 CORE_HEADS = ((2, 8), (4, 16), (8, 32), (16, 64), (16, 48))
+BACKWARD_HEADS = ((2, 8), (4, 16), (8, 32), (16, 32), (16, 64))
 CORE_LENGTHS = ((32768,), (8192,), (2048,), (16384, 16384), (4096, 28672), (8192,) * 4, (1024,) * 8)
 RANDOM_BATCHES, RANDOM_SEED = 60, 20
 RANDOM_HEADS = ((1, 2), (1, 4), (2, 8), (4, 16), (8, 24), (8, 32), (16, 48), (16, 64))
@@ -58,6 +61,16 @@ def core_batches() -> list[dict]:
     ]
 
 
+def backward_batches() -> list[dict]:
+    """The backward of the layouts of the core set."""
+    return [
+        {"heads": heads, "lengths": list(lengths), "percent": 75, "window": window, "pass": "backward"}
+        for heads in BACKWARD_HEADS
+        for lengths in CORE_LENGTHS
+        for window in ("exact", WINDOW)
+    ]
+
+
 def segment_lengths(planned: int | None, lengths: list[int], heads: int, sm_count: int, least: int) -> list[int]:
     """Chunks of a segment that are worth a measurement, ascending."""
     longest = -(-max(lengths) // 64)
@@ -72,68 +85,111 @@ def name_of(plan) -> str:
     return "ordered" if plan.chosen.is_ordered else str(plan.segment_chunks or "whole")
 
 
+def plans_of(models, batch: dict, sm_count: int) -> list:
+    """The plan of a batch, and that which is told the share of heads with windows."""
+    from qla_jit.split_plan import plan_split
+
+    shares = (None, batch["percent"] / 100)
+    return [plan_split(models, batch["lengths"], sm_count, batch["window"], share) for share in shares]
+
+
+def tried_lengths(problem, batch: dict, plans: list, sm_count: int) -> list[int]:
+    """Chunks of the segments that are measured: those of the plans, and some around the first."""
+    from qla_jit.segments import least_segment_chunks
+
+    planned = plans[0].segment_chunks
+    around = segment_lengths(planned, batch["lengths"], batch["heads"][1], sm_count, least_segment_chunks(problem))
+    return sorted({*around, *(plan.segment_chunks for plan in plans if plan.segment_chunks is not None)})
+
+
+def forward_runs(batch: dict, x, device, sm_count: int) -> tuple[dict[str, Callable], list]:
+    """(what runs the forward of a batch in every way that is measured, its plans)."""
+    from qla_jit import dispatch
+    from qla_jit.config import SPLIT_KERNELS, OpConfig
+
+    operator, window = dispatch.compiled(OpConfig(*batch["heads"])), batch["window"]
+    plans = plans_of(operator._models, batch, sm_count)
+    tokens = [t[0] for t in x.tokens]
+    forwards = {"whole": operator.choose(x.cu_host, device)}
+    schedules = None
+    if plans[0].segment_chunks is not None:
+        schedules = {name: plans[0].schedules[name] for name in SPLIT_KERNELS}
+    for plan in plans:
+        if plan.chosen.is_ordered:
+            forwards["ordered"] = operator.ordered(x.cu_host, device, plan.schedules["segment_forward"])
+        elif plan.segment_chunks is None:
+            forwards["whole"] = operator.choose(x.cu_host, device, True, window, batch["percent"] / 100)
+    for chunks in tried_lengths(operator.config.problem("segment_forward"), batch, plans, sm_count):
+        split = operator.split(x.cu_host, chunks, device, window, schedules)
+        if split is not None:
+            forwards[str(chunks)] = split
+    run = lambda forward: lambda: operator(*tokens, x.cu_seqlens, forward=forward)
+    return {name: run(forward) for name, forward in forwards.items()}, plans
+
+
+def backward_runs(batch: dict, x, device, sm_count: int) -> tuple[dict[str, Callable], list]:
+    """The same of its backward."""
+    from qla_jit import dispatch
+    from qla_jit.backward_harness import gradient_of_outputs
+    from qla_jit.config import BACKWARD, OpConfig
+
+    operator, window, lengths = dispatch.compiled_backward(OpConfig(*batch["heads"])), batch["window"], batch["lengths"]
+    models = operator._models
+    plans = plans_of(models, batch, sm_count)
+    ways = [way for plan in plans for way in (plan.chosen, *plan.alternatives)]
+    schedules = {name: models.options[name][0].schedule for name in (*BACKWARD.whole, *BACKWARD.split)}
+    for is_whole in (True, False):
+        first = next((way for way in ways if (way.segment_chunks is None) == is_whole), None)
+        schedules |= {kernel: schedule for kernel, schedule, _ in first.kernels} if first else {}
+    walks = {"whole": operator.whole(schedules)}
+    for chunks in tried_lengths(operator.config.problem("segment_backward"), batch, plans, sm_count):
+        split = operator.split(lengths, chunks, device, window, schedules)
+        if split.segments.is_cut:
+            walks[str(chunks)] = split
+    tokens, do = [t[0] for t in x.tokens], gradient_of_outputs(x)[0][0]
+    run = lambda walk: lambda: operator(*tokens, x.cu_seqlens, x.scale, do, walks=walk)
+    return {name: run(walk) for name, walk in walks.items()}, plans
+
+
+def graph_us(run: Callable, flush) -> float:
+    """Median time of a captured run with a cold L2 cache."""
+    import torch
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(REPEATS + 2):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return round(statistics.median(times[2:]), 3)
+
+
 def measure(options: argparse.Namespace) -> None:
     import torch
 
-    from qla_jit import dispatch
-    from qla_jit.config import SPLIT_KERNELS, OpConfig
     from qla_jit.numerics import make_inputs
-    from qla_jit.segments import least_segment_chunks
-    from qla_jit.split_plan import plan_split
 
-    sets = {"core": core_batches, "random": random_batches}
+    sets = {"core": core_batches, "random": random_batches, "backward": backward_batches}
     batches = [batch for name in options.batches.split(",") for batch in sets[name]()][: options.limit]
     properties = torch.cuda.get_device_properties("cuda")
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     device = torch.device("cuda", torch.cuda.current_device())
-
-    def time_us(operator, tokens, bounds, forward) -> float:
-        operator(*tokens, bounds, forward=forward)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            operator(*tokens, bounds, forward=forward)
-        times = []
-        for _ in range(REPEATS + 2):
-            flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
-        return round(statistics.median(times[2:]), 3)
-
     with open(options.out, "a", encoding="utf-8") as out:
         for number, batch in enumerate(batches):
-            heads, lengths, window = batch["heads"], batch["lengths"], batch["window"]
-            operator = dispatch.compiled(OpConfig(*heads))
-            x = make_inputs(
-                lengths, *heads, device="cuda", draw_on="cuda", seed=number, gates=f"mild:{batch['percent']}"
-            )
-            models, share = operator._models, batch["percent"] / 100
-            planned = plan_split(models, lengths, properties.multi_processor_count, window)
-            hinted = plan_split(models, lengths, properties.multi_processor_count, window, share)
-            tokens = [t[0] for t in x.tokens]
-            forwards = {"whole": operator.choose(x.cu_host, device)}
-            least = least_segment_chunks(operator.config.problem("segment_forward"))
-            found = {planned.segment_chunks, hinted.segment_chunks} - {None}
-            found |= set(
-                segment_lengths(planned.segment_chunks, lengths, heads[1], properties.multi_processor_count, least)
-            )
-            schedules = None
-            if planned.segment_chunks is not None:
-                schedules = {name: planned.schedules[name] for name in SPLIT_KERNELS}
-            for plan in (planned, hinted):
-                if plan.chosen.is_ordered:
-                    forwards["ordered"] = operator.ordered(x.cu_host, device, plan.schedules["segment_forward"])
-                elif plan.segment_chunks is None:
-                    forwards["whole"] = operator.choose(x.cu_host, device, True, window, share)
-            for chunks in sorted(found):
-                split = operator.split(x.cu_host, chunks, device, window, schedules)
-                if split is not None:
-                    forwards[str(chunks)] = split
-            us = {name: time_us(operator, tokens, x.cu_seqlens, forward) for name, forward in forwards.items()}
+            heads, lengths = batch["heads"], batch["lengths"]
+            gates = f"mild:{batch['percent']}"
+            x = make_inputs(lengths, *heads, device="cuda", draw_on="cuda", seed=number, gates=gates)
+            runs_of = backward_runs if batch.get("pass") == "backward" else forward_runs
+            runs, (planned, hinted) = runs_of(batch, x, device, properties.multi_processor_count)
+            us = {name: graph_us(run, flush) for name, run in runs.items()}
             row = batch | {
                 "us": us,
                 "planned": name_of(planned),

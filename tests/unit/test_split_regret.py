@@ -26,6 +26,7 @@ def test_random_batches_are_fixed_and_within_their_bounds(tool):
     assert {batch["window"] for batch in batches} == {"exact", tool.WINDOW}
     assert min(batch["heads"][1] for batch in batches) == 2 and max(batch["heads"][1] for batch in batches) == 64
     assert len(tool.core_batches()) == 5 * 7 * 2
+    assert {batch["pass"] for batch in tool.backward_batches()} == {"backward"}
 
 
 def test_segment_lengths_surround_the_plan_and_cut_something(tool):
