@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from qla_jit import chunk_gated_delta_rule, dispatch, validate
+from qla_jit import api, chunk_gated_delta_rule, dispatch, validate
 from qla_jit.backward import Gradients
 from qla_jit.chunk_form import chunk_form
 from qla_jit.numerics import make_inputs
@@ -34,10 +34,12 @@ def card(monkeypatch):
         found = torch.autograd.grad(outputs, leaves, given, allow_unused=True, materialize_grads=True)
         return Gradients(*found[:5], found[5] if needs_dinitial else None)
 
+    monkeypatch.setattr(api, "_forward_cuda", lambda: forward_cuda)
     monkeypatch.setattr(dispatch, "forward_cuda", forward_cuda)
     monkeypatch.setattr(dispatch, "backward_cuda", backward_cuda)
     monkeypatch.setattr(dispatch, "planned_backward", lambda call: None)
     monkeypatch.setattr(validate.Call, "runs_kernels", property(lambda call: not call.is_empty))
+    monkeypatch.setattr(validate, "_calls", {})
     return asked
 
 
