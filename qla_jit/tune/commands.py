@@ -106,12 +106,13 @@ def run(
 ) -> None:
     """Tune: enumerate, compile, filter, verify, measure, store.  Ctrl-C stops; resume, or the same command, goes on.
 
-    With neither heads nor head dims, the shipped list of operators, most valuable first, as far as the budget goes.
+    With neither heads nor head dims, the shipped list of operators, most valuable first, as far as the budget goes;
+    with no kernels either, the forward of all, then their backward.
     """
     shipped = not heads and not head_dim and replay is None
     chosen = (dtype, state_dtype, state_v_first)
     if shipped:
-        names = (kernels_of(kernels), chunk_sizes_of(chunk_size))
+        names = (kernels_of(kernels) if kernels else None, chunk_sizes_of(chunk_size))
         problems = shipped_problems(arch, *chosen, gate_dtype, beta_dtype, *names)
         budget = SHIPPED_BUDGET_S if budget is None else budget
     else:

@@ -34,7 +34,8 @@ HeadDim = Annotated[str, typer.Option(help="Head dimension, or K:V where they di
 Kernels = Annotated[
     str,
     typer.Option(
-        help=f"Kernels separated by commas, of {', '.join(KERNELS)}; by default {', '.join(FORWARD_KERNELS)}.",
+        help=f"Kernels separated by commas, of {', '.join(KERNELS)}; by default {', '.join(FORWARD_KERNELS)}, of the "
+        "shipped list the backward's too.",
         autocompletion=lambda: list(KERNELS),
     ),
 ]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .. import registry
-from ..config import FORWARD_KERNELS, SPLIT_KERNELS, OpConfig, Problem
+from ..config import BACKWARD_KERNELS, DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig, Problem
 from ..db import Database
 from ..db.lookup import is_current
 from ..db.records import Trial
@@ -104,16 +104,19 @@ def shipped_problems(
     state_v_first: bool = False,
     gate_dtype: str = "float32",
     beta_dtype: str = "float32",
-    kernels: Sequence[str] = FORWARD_KERNELS,
+    kernels: Sequence[str] | None = None,
     chunk_sizes: Iterable[int] | None = None,
 ) -> list[Problem]:
     """The problems of the list, in its order; left out are those that no template answers, and the kernels of a split
-    for more heads than `MOST_SPLIT_HEADS`."""
+    for more heads than `MOST_SPLIT_HEADS`.  kernels: the forward's, and behind all of these the backward's, if None."""
     configs = [
         OpConfig(*op.heads, *op.head_dims, dtype, state_dtype, state_v_first, arch, False, gate_dtype, beta_dtype)
         for op in OPERATORS
     ]
-    found = plan_problems(configs, kernels, chunk_sizes)
+    found = plan_problems(configs, FORWARD_KERNELS if kernels is None else kernels, chunk_sizes)
+    if kernels is None and any(registry.candidates(config.problem("backward_grad")) for config in configs):
+        if chunk_sizes is None or DEFAULT_CHUNK_SIZE in chunk_sizes:  # the only one that it knows
+            found += plan_problems(configs, BACKWARD_KERNELS, [DEFAULT_CHUNK_SIZE])
     return [p for p in found if p.kernel not in SPLIT_KERNELS or p.num_value_heads <= MOST_SPLIT_HEADS]
 
 

@@ -5,7 +5,7 @@ from tuning_fakes import FakeEvaluator, best, fake_template, point, problem, tri
 
 from qla_jit import cli
 from qla_jit.arch import ARCHS
-from qla_jit.config import KERNELS
+from qla_jit.config import BACKWARD_KERNELS, FORWARD_KERNELS, KERNELS
 from qla_jit.db import Database
 from qla_jit.db.records import Times
 from qla_jit.resources import is_feasible
@@ -54,8 +54,13 @@ def test_list_begins_with_the_largest_model_and_its_heaviest_kernel():
     assert [(p.kernel, p.num_heads, p.num_value_heads) for p in found[:4]] == [
         ("fused_forward", 16, 64), ("kkt_inverse", 16, 64), ("fused_forward", 8, 32), ("kkt_inverse", 8, 32),
     ]  # fmt: skip
-    first_other = next(i for i, p in enumerate(found) if (p.head_dim_k, p.head_dim_v or 128) != (128, 128))
-    default_dims = [i for i, p in enumerate(found) if (p.head_dim_k, p.head_dim_v or 128) == (128, 128)]
+    kernels = [p.kernel for p in found]
+    forward = found[: next(i for i, kernel in enumerate(kernels) if kernel in BACKWARD_KERNELS)]
+    assert {p.kernel for p in forward} == set(FORWARD_KERNELS) and set(kernels[len(forward) :]) == set(BACKWARD_KERNELS)
+    assert shipped_problems("sm100") and not set(BACKWARD_KERNELS) & {p.kernel for p in shipped_problems("sm100")}
+    assert not set(BACKWARD_KERNELS) & {p.kernel for p in shipped_problems("sm90", chunk_sizes=[32])}
+    first_other = next(i for i, p in enumerate(forward) if (p.head_dim_k, p.head_dim_v or 128) != (128, 128))
+    default_dims = [i for i, p in enumerate(forward) if (p.head_dim_k, p.head_dim_v or 128) == (128, 128)]
     assert max(default_dims) < first_other
     gated = shipped_problems("sm90", kernels=("input_activation",), gate_dtype="bfloat16")
     assert {p.gate_dtype for p in gated} == {"bfloat16"}

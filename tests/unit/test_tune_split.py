@@ -9,7 +9,7 @@ from split_times import ModelEvaluator, timed
 from tuning_fakes import ENVIRONMENT
 
 from qla_jit import cli, harness
-from qla_jit.config import FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
+from qla_jit.config import BACKWARD_KERNELS, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
 from qla_jit.db import Database, Store, jsonl
 from qla_jit.db.jsonl import Recorder
 from qla_jit.errors import ConfigError
@@ -190,7 +190,7 @@ def test_shipped_list_of_a_split_has_few_heads_several_lengths_and_all_shares():
     assert len({w.segment_chunks for w in asked}) >= 5 and len({w.lengths for w in asked}) >= 3
     assert ENVIRONMENT.sm_count == 132 and timed(found[0], default(found[0]), "1x32768/16").median_us > 0
     default_list = shipped_problems("sm90")
-    assert {problem.kernel for problem in default_list} == set(FORWARD_KERNELS)
+    assert {problem.kernel for problem in default_list} == {*FORWARD_KERNELS, *BACKWARD_KERNELS}
 
 
 def test_a_copy_of_a_case_has_memory_of_its_own_and_takes_other_data():
