@@ -47,7 +47,8 @@ class Option:
 
     def chained_us(self, depth: float, ctas: int, share: float = 0.0) -> float:
         """The same behind another kernel, during whose end it is launched and fills its pipeline."""
-        return max(self.us_per_step * depth, self.us_per_share * share) + self.us_per_cta * ctas
+        alone, shared = self.us_per_step * depth, self.us_per_share * share
+        return (alone if alone > shared else shared) + self.us_per_cta * ctas
 
 
 def options(problem: Problem, rows: Iterable[BestRow], fits: Iterable[CostModel] = ()) -> tuple[Option, ...]:

@@ -19,6 +19,7 @@ from .model.features import (
     EXPECTED_WINDOW_SHARE,
     MEASURED_WARMUP_CHUNKS,
     WALK_SEGMENTS,
+    WALK_SEQUENCES,
     Split,
     SplitItems,
     chains,
@@ -32,6 +33,7 @@ from .model.features import (
     shared,
     shares,
     split_items,
+    windowed_heads,
 )
 from .model.makespan import makespan
 from .plan import Option
@@ -143,6 +145,7 @@ class _Search:
     def __init__(self, models: SplitModels, lengths: Sequence[int], sm_count: int, share: float, warmup: int):
         problem = models.problems[models.kernels.whole[0]]
         self._kernels = models.kernels
+        self._heaviest_first = models.kernels.split[::-1]  # what walks every segment is launched last
         self._models, self._sm_count, self._share, self._warmup = models, sm_count, share, warmup
         self._heads = problem.num_value_heads
         self._counts = chunk_counts(lengths, problem.chunk_size)
@@ -226,9 +229,11 @@ class _Search:
         for option, by in self._options(kernel):
             times, among = by
             ctas, share = number * times // among, work * times / among
-            least_us = option.chained_us(max(longest, share), ctas, share)
+            least_us = option.chained_us(longest if longest > share else share, ctas, share)
             bounded.append((least_us, option, found, by, ctas, share))
-        return sorted(bounded, key=itemgetter(0))
+        if len(bounded) > 1:
+            bounded.sort(key=itemgetter(0))
+        return bounded
 
     def _options(self, kernel: str) -> list[tuple[Option, tuple[int, int]]]:
         """The options of a kernel, each with how its CTAs share chains."""
@@ -256,14 +261,8 @@ class _Search:
         longest, least = max(self._counts, default=0), self._least
         if longest < 2 * least:
             return f"no sequence has two segments of {least} chunks"
-        # A split walks the same chunks, at best spread evenly.
-        work = self._heads * self._chunks / self._sm_count
-        bound = self._either_us
-        for kernel in self._kernels.split:
-            if kernel in WALK_SEGMENTS:
-                found = self._models.options[kernel]
-                bound += min(work * ctas_per_head(o.schedule) * max(o.us_per_step, o.us_per_share) for o in found)
-        if self._models.one_wave is None and bound >= whole.total_us * (1 - MARGIN):
+        self._weigh()
+        if self._models.one_wave is None and self._chain_us(0, 2) >= whole.total_us * (1 - MARGIN):
             return "whole sequences already keep the card as busy as a split could"
         return ""
 
@@ -294,6 +293,11 @@ class _Search:
         if segment_chunks in self._seen:
             return False
         self._seen.add(segment_chunks)
+        if self._models.one_wave is None:
+            longest = max(self._counts)
+            length = longest_segment(longest, segment_chunks, self._least)
+            if self._chain_us(length, -(-longest // length)) >= self._least_us:
+                return False
         found = self._split(segment_chunks)
         if found is None:
             return False
@@ -302,18 +306,43 @@ class _Search:
         self._least_us = min(self._least_us, found.total_us)
         return gained
 
+    def _chain_us(self, length: int, segments: int) -> float:
+        """What a split takes at least whose longest segment has ``length`` chunks, of a sequence of so many segments:
+        all chunks spread evenly, and the chains of the longest sequence."""
+        least_us = self._either_us
+        for rates in self._walks:
+            least_us += min([max(us_per_step * length, evenly_us) for us_per_step, evenly_us in rates])
+        if self._exact_heads:
+            least_us += self._state_us * length + self._scan_us * (segments - 2)
+        return least_us
+
+    def _weigh(self) -> None:
+        """What `_chain_us` adds up, of the fastest options; of models that can split."""
+        work = self._heads * self._chunks / self._sm_count
+        evenly_us = lambda o: work * ctas_per_head(o.schedule) * max(o.us_per_step, o.us_per_share)
+        self._walks, self._state_us, self._scan_us = [], 0.0, 0.0
+        for kernel in self._kernels.split:
+            found = self._models.options[kernel]
+            fastest_us = min([option.us_per_step for option in found])
+            if kernel in WALK_SEGMENTS:
+                self._walks.append([(option.us_per_step, evenly_us(option)) for option in found])
+            elif kernel in WALK_SEQUENCES:
+                self._scan_us += fastest_us
+            else:
+                self._state_us += fastest_us
+        self._exact_heads = self._heads - windowed_heads(self._heads, self._share)
+
     def _split(self, segment_chunks: int) -> Alternative | None:
         """None where its work alone takes longer than a split that was tried."""
         split = Split(segment_chunks, self._share, self._warmup)
         items = split_items(self._counts, self._heads, self._least, split)
-        bounded = {
-            kernel: self._bounded(kernel, chains(self._models.problems[kernel], items), items)
-            for kernel in self._kernels.split
-        }
-        total_us = self._one_wave_us(segment_chunks, items)
-        if total_us is None and self._either_us + sum([found[0][0] for found in bounded.values()]) >= self._least_us:
-            return None
-        kernels = [self._fastest(kernel, found) for kernel, found in bounded.items()]
+        total_us, least_us, bounded = self._one_wave_us(segment_chunks, items), self._either_us, {}
+        for kernel in self._heaviest_first:
+            found = self._bounded(kernel, chains(self._models.problems[kernel], items), items)
+            bounded[kernel], least_us = found, least_us + found[0][0]
+            if total_us is None and least_us >= self._least_us:
+                return None
+        kernels = [self._fastest(kernel, bounded[kernel]) for kernel in self._kernels.split]
         if total_us is None:
             total_us = sum([kernel.predicted_us for kernel in kernels])
         else:  # the form adds up kernels that were measured one by one
