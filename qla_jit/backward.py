@@ -111,21 +111,21 @@ class CompiledBackward:
         def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        # What a kernel writes is allocated when its turn comes: by then the card is at work.
         a, log_gates = empty(slots, heads, c, c), empty(slots, heads, c, dtype=torch.float32)
-        states, dstates = empty(slots, heads, dim_v, dim_k), empty(slots, heads, dim_v, dim_k)
-        residuals, dv, dq, dk = (torch.empty_like(x) for x in (v, v, q, k))
-        dg, dbeta = (empty(tokens, heads, dtype=torch.float32) for _ in range(2))
+        self._inverse(k, beta, g, bounds, a, log_gates)
         absent = self._absent_state(device)
-        dinitial = absent
-        if needs_dinitial:
-            shape = launch.state_shape(self._problem, sequences)
-            dinitial = empty(*shape, dtype=self._state_dtype)
         initial, has_initial = (absent, 0) if initial_state is None else (initial_state, 1)
         final, has_dfinal = (absent, 0) if dfinal is None else (dfinal, 1)
-        self._inverse(k, beta, g, bounds, a, log_gates)
+        states, residuals = empty(slots, heads, dim_v, dim_k), torch.empty_like(v)
         walks = walks or self._walks
         if isinstance(walks, Walks):
             walks.recompute_state(k, v, a, log_gates, bounds, initial, states, residuals, has_initial)
+        dstates, dv = empty(slots, heads, dim_v, dim_k), torch.empty_like(v)
+        dinitial = absent
+        if needs_dinitial:
+            dinitial = empty(*launch.state_shape(self._problem, sequences), dtype=self._state_dtype)
+        if isinstance(walks, Walks):
             walks.backward_state(
                 q, k, do, a, log_gates, bounds, final, dinitial, dstates, dv, scale, has_dfinal, int(needs_dinitial)
             )
@@ -134,6 +134,8 @@ class CompiledBackward:
                 q, k, v, do, a, log_gates, bounds, device_indices.ramp(sequences, device), initial, final, dinitial,
                 states, residuals, dstates, dv, scale, has_initial, has_dfinal, int(needs_dinitial),
             )  # fmt: skip
+        dq, dk = torch.empty_like(q), torch.empty_like(k)
+        dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
         self._grad(q, k, beta, a, log_gates, bounds, states, residuals, dstates, dv, do, dq, dk, dbeta, dg, scale)
         return Gradients(dq, dk, dv, dg, dbeta, dinitial if needs_dinitial else None)
 
