@@ -1,4 +1,5 @@
-"""The cards of this host, one killable process each: a request goes to whichever is free.
+"""The cards of this host, one killable process each: a request goes to one that is free, if it can be to that which
+has its data.
 
 A card that can no longer be used is dropped with its reason, and the request that it had goes to another.  A request
 during which two cards were lost is not tried on a third: then the kernel is to blame, and it ends as ``crashed``.  Each
@@ -20,6 +21,11 @@ from .worker import Worker, WorkerLostError
 MAX_CARDS_PER_REQUEST = 2
 
 
+def data_of(request: dict) -> object:
+    """Equal for requests that a card answers with the same data: those of one problem and workload."""
+    return str([request.get(name) for name in ("problem", "lengths", "case")])
+
+
 class Cards:
     """Workers that answer requests side by side.  Safe to share between threads."""
 
@@ -27,6 +33,7 @@ class Cards:
         self._workers = list(workers)
         self._threads = {worker: ThreadPoolExecutor(1, "card") for worker in self._workers}
         self._free = list(self._workers)
+        self._data: dict[Worker, object] = {}  # what the last request of each was about
         self._changed = threading.Condition()
         self._closed = False
         self._environment: Environment | None = None
@@ -73,7 +80,7 @@ class Cards:
         blamed: list[dict] = []
         while True:
             try:
-                with self.held() as run:
+                with self.held(data_of(request)) as run:
                     answer = run(request)
                     if answer["status"] in ("crashed", "run_timeout", "launch_error") and self.count > 1:
                         blamed.append(answer)
@@ -87,10 +94,10 @@ class Cards:
                     return {"status": "crashed", "reason": reason}
 
     @contextmanager
-    def held(self) -> Iterator[Callable[[dict | None], dict]]:
-        """A card for several requests in a row, the first that is free: call the result with a request, or with None
-        to have the card probed.  A WorkerLostError inside drops the card."""
-        worker = self._take()
+    def held(self, data: object = None) -> Iterator[Callable[[dict | None], dict]]:
+        """A card for several requests in a row, one that is free: call the result with a request, or with None to have
+        the card probed.  data: of `data_of` the requests.  A WorkerLostError inside drops the card."""
+        worker = self._take(data)
         thread = self._threads[worker]
 
         def run(request: dict | None) -> dict:
@@ -110,7 +117,7 @@ class Cards:
         finally:
             self._give(worker)
 
-    def _take(self) -> Worker:
+    def _take(self, data: object) -> Worker:
         with self._changed:
             while not self._free:
                 if not self._workers or self._closed:
@@ -118,8 +125,9 @@ class Cards:
                 self._changed.wait()
             if self._closed or not self._workers:
                 raise WorkerLostError(self._reasons[-1] if self._reasons else "no card is left.")
-            worker = min(self._free, key=self._workers.index)
+            worker = min(self._free, key=lambda w: (self._data.get(w) != data, self._workers.index(w)))
             self._free.remove(worker)
+            self._data[worker] = data
             return worker
 
     def _give(self, worker: Worker) -> None:

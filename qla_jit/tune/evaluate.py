@@ -22,7 +22,7 @@ from ..registry import get_template
 from ..schedule import Schedule
 from ..spec import KernelSpec
 from ..workload import workload_of
-from .cards import Cards
+from .cards import Cards, data_of
 from .compile_pool import Compiled, CompilePool
 from .roofline import floor_us
 from .space import Space
@@ -168,9 +168,10 @@ class LiveEvaluator:
         started = time.monotonic()
         specs = [KernelSpec(problem, schedule) for schedule in schedules]
         compiled = [self._compiled(spec, None) for spec in specs]
+        data = data_of(self._request(specs[0], workload, compiled[0], RACE_SAMPLES, True)) if specs else None
         while True:  # all of a race is on one card: where that is lost, it starts again on another
             try:
-                with self._cards.held() as run:
+                with self._cards.held(data) as run:
                     answers = self._race(specs, compiled, workload, rounds, run)
                 break
             except WorkerLostError:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from ..db.lookup import heads_of
 from ..db.records import Trial
@@ -37,7 +37,8 @@ class ProgressListener(Listener):
             console=console,
         )
         self._end: float | None = None
-        self._task = None
+        self._tasks: dict[str, TaskID] = {}  # by unit
+        self._task = None  # of --compile-only
 
     def __enter__(self) -> ProgressListener:
         self._progress.start()
@@ -60,7 +61,7 @@ class ProgressListener(Listener):
             )
 
     def unit_started(self, unit: Unit, target: int) -> None:
-        self._task = self._progress.add_task(
+        self._tasks[name_of(unit)] = self._progress.add_task(
             name_of(unit), total=target, completed=len(unit.trials), state=f"{unit.strategy}, waiting for a compiler"
         )
 
@@ -76,12 +77,12 @@ class ProgressListener(Listener):
         parts += [f"{count} {name}" for name, count in counts.items() if count]
         if self._end is not None:
             parts.append(f"{max(0.0, self._end - time.monotonic()):.0f} s left")
-        self._progress.update(self._task, completed=len(unit.trials), state=", ".join(parts))
+        self._progress.update(self._tasks[name_of(unit)], completed=len(unit.trials), state=", ".join(parts))
         if trial.status not in NO_FAILURES:
             self._failed(trial.status, trial.schedule, trial.reason)
 
     def racing(self, unit: Unit, schedules: Sequence[Schedule]) -> None:
-        if self._task is not None and schedules:
+        if self._tasks and schedules:
             self.console.print(f"  racing {len(schedules)} finalists of {name_of(unit)}", style="dim", highlight=False)
 
     def unit_done(self, unit: Unit) -> None:

@@ -1,9 +1,13 @@
-"""The search of one unit: claim points, keep every lane busy, store what comes out and what other hosts publish."""
+"""The search of units: claim points, keep every lane busy, store what comes out and what other hosts publish.
+
+`run_rounds` searches as many units side by side as there are lanes, so that a card need not make the data of them all.
+One thread does all of it but the trials themselves.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from ..db.records import Trial
@@ -18,7 +22,10 @@ from .worker import WorkerLostError
 
 
 class SearchRound:
-    """One run of the search.  keep: stores a trial.  end: when to start no more (monotonic), or None."""
+    """One run of the search of a unit, step by step; `run_rounds` takes the steps.
+
+    keep: stores a trial.  end: when to start no more (monotonic), or None.
+    """
 
     def __init__(
         self,
@@ -42,44 +49,47 @@ class SearchRound:
         self._keep = keep
         self._end = end
         self._pending: list[Schedule] = []  # claimed and not begun
-        self._running: dict[Future, Schedule] = {}
+        self.running: dict[Future, Schedule] = {}
         self._elsewhere: dict[Schedule, None] = {}  # points that another host has
         self._stopping = False
+        board.enter(topic, unit.trials)
 
-    def run(self) -> None:
-        """Until the target is reached, nothing is left, or time is over.  WorkerLostError when no card is
-        left, CacheError when this host can build nothing."""
-        lost: QlaError | None = None
-        self._board.enter(self._topic, self._unit.trials)
-        while True:
-            self._hear()
-            if not self._ended:
-                self._start_trials()
-            if self._running:
-                for future in self._lanes.finished(self._running, self._board.poll_s or None):
-                    try:
-                        self._finish(self._running.pop(future), future)
-                    except OutOfTimeError:
-                        self._stopping = True
-                    except (WorkerLostError, CacheError) as error:  # of this host: all other trials would fail too
-                        lost, self._stopping = error, True
-            elif self._ended or not self._elsewhere:
-                break
-            else:
-                time.sleep(self._board.poll_s)  # the other hosts are not done yet
+    def advance(self, lanes: int) -> None:
+        """Hear what other hosts did, and start trials until ``lanes`` run."""
+        self._hear()
+        if not self._ended:
+            self._start_trials(lanes)
+
+    def finish(self, future: Future) -> None:
+        """Take in a trial of ``running`` that is done.  WorkerLostError when no card is left, CacheError when this host
+        can build nothing."""
+        try:
+            self._finish(self.running.pop(future), future)
+        except OutOfTimeError:
+            self._stopping = True
+
+    def stop(self) -> None:
+        """Start nothing more."""
+        self._stopping = True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `advance` found nothing to start, nothing runs, and no other host has anything."""
+        return not self.running and (self._ended or not self._elsewhere)
+
+    def close(self) -> None:
+        """Leave what was claimed and not begun to others."""
         for point in self._pending:
             self._board.release(self._topic, key_of(point))
-        if lost is not None:
-            raise lost
 
     @property
     def _ended(self) -> bool:
         return self._stopping or (self._end is not None and time.monotonic() >= self._end)
 
-    def _start_trials(self) -> None:
+    def _start_trials(self, lanes: int) -> None:
         searching = time.monotonic()
         self._claim_points()
-        while self._pending and len(self._running) < self._lanes.count:
+        while self._pending and len(self.running) < lanes:
             unit = self._unit
             point = next((p for p in self._pending if self._evaluator.ready(unit.problem, p)), self._pending[0])
             if unit.space.default in self._pending:  # first of all: without it there is no gain to report
@@ -89,7 +99,7 @@ class SearchRound:
             future = self._lanes.submit(
                 self._evaluator.evaluate, unit.problem, unit.workload, point, self._end, search_s
             )
-            self._running[future] = point
+            self.running[future] = point
             searching = time.monotonic()
 
     def _claim_points(self) -> None:
@@ -113,7 +123,7 @@ class SearchRound:
 
     @property
     def _taken(self) -> int:
-        return len(self._unit.trials) + len(self._pending) + len(self._running) + len(self._elsewhere)
+        return len(self._unit.trials) + len(self._pending) + len(self.running) + len(self._elsewhere)
 
     def _finish(self, point: Schedule, future: Future) -> None:
         try:
@@ -143,3 +153,36 @@ class SearchRound:
                 self._strategy.tell(trial)
             if trial.schedule in self._pending:
                 self._pending.remove(trial.schedule)
+
+
+def run_rounds(rounds: Iterator[SearchRound], lanes: Lanes, board: Board) -> None:
+    """Run searches, as many at once as there are lanes, which they share.  rounds: makes each when its turn comes.
+
+    Raises what ended a round early, as `SearchRound.finish` does, when whatever ran has ended.
+    """
+    active: list[SearchRound] = []
+    lost: QlaError | None = None
+    while True:
+        while lost is None and len(active) < lanes.count and (following := next(rounds, None)) is not None:
+            active.append(following)
+        if not active:
+            break
+        for each in active:
+            each.advance(max(1, lanes.count // len(active)))
+        done = [each for each in active if each.is_done]
+        for each in done:
+            each.close()
+            active.remove(each)
+        running = {future: each for each in active for future in each.running}
+        if running:
+            for future in lanes.finished(running, board.poll_s or None):
+                try:
+                    running[future].finish(future)
+                except (WorkerLostError, CacheError) as error:  # of this host: all other trials would fail too
+                    lost = error
+                    for each in active:
+                        each.stop()
+        elif not done:
+            time.sleep(board.poll_s)  # the other hosts are not done yet
+    if lost is not None:
+        raise lost

@@ -9,7 +9,7 @@ worker ends the sweep with everything measured so far in the database, and the s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..db import Database
 from ..db.jsonl import Recorder
@@ -25,7 +25,7 @@ from .lanes import Lanes
 from .last_sweep import Plan, Setup, remember
 from .races import Race, run_races
 from .search import Strategy, make_strategy
-from .search_round import SearchRound
+from .search_round import SearchRound, run_rounds
 from .space import archs_match, enumerate_space
 from .unit import Listener, Report, Unit
 from .worker import WorkerLostError
@@ -107,28 +107,31 @@ class Sweep:
         return time.monotonic() + left * (weights[0] / sum(weights) if sum(weights) else 1.0)
 
     def _tune(self, group: list[Unit], end: float | None, report: Report) -> None:
-        began = time.monotonic()
+        search_end = None if end is None else end - FINALS_SHARE * (end - time.monotonic())
+        run_rounds(self._rounds(group, search_end), self.lanes, self.board)
+        self._finals(group, report)
+
+    def _rounds(self, group: list[Unit], end: float | None) -> Iterator[SearchRound]:
+        """The searches of a group, each made when it begins; until ``end``, they have equal times."""
         for i, unit in enumerate(group):
             unit_end = None
             if end is not None:
-                now = time.monotonic()
-                search_end = end - FINALS_SHARE * (end - began)
-                unit_end = now + max(0.0, search_end - now) / (len(group) - i)
-            self._search(unit, unit_end)
-        self._finals(group, report)
+                now, side_by_side = time.monotonic(), min(self.lanes.count, len(group))
+                unit_end = now + max(0.0, end - now) / -(-(len(group) - i) // side_by_side)
+            yield self._search(unit, unit_end)
 
     def _target(self, unit: Unit) -> int:
         return min(self.plan.max_trials or len(unit.space.points), len(unit.space.points))
 
-    def _search(self, unit: Unit, end: float | None) -> None:
+    def _search(self, unit: Unit, end: float | None) -> SearchRound:
         strategy = self._resume(unit)
         unit.strategy = strategy.name
         target = self._target(unit)
         self.listener.unit_started(unit, target)
         topic = self._topic(unit)
-        SearchRound(
+        return SearchRound(
             unit, strategy, target, topic, self.evaluator, self.lanes, self.board, self._keep, end
-        ).run()  # fmt: skip
+        )  # fmt: skip
 
     def _topic(self, unit: Unit) -> str:
         return topic_of(unit.space, unit.workload, self.evaluator.environment, self.plan.static_filter)

@@ -37,7 +37,7 @@ CARD = """
         params = request["schedule"]["params"]
         a, b, c = params["a"], params["b"], params["c"]
         with open(log, "a") as file:
-            file.write(f"{name} {a} {b} {c} {request['samples']}\\n")
+            file.write(f"{name} {a} {b} {c} {request['samples']} {len(request.get('lengths', ()))}\\n")
         reply.stage("verify")
         if name in environment_fault(a, b, c):
             open(broken, "w").close()
@@ -115,6 +115,21 @@ def test_trials_are_shared_by_the_cards_and_every_point_is_measured_once(host):
     assert len([t for t in trials if t.phase == "search"]) == 60
     assert report.units[0].row.schedule == point(2, 4, "r")
     assert {t.sm_mhz for t in trials} == {1980}
+
+
+def test_each_card_has_a_workload_of_its_own_as_long_as_there_are_as_many(host):
+    host.sweep("01", Plan((problem(),), ("8192x4", "1x8192")), delay_s=0.02)
+    searched = host.lines(samples=40)
+    by_card = [[line[5] for line in searched if line[0] == name] for name in "01"]
+    assert sorted(map(len, by_card)) == [60, 60]
+    changes = [sum(a != b for a, b in zip(of, of[1:])) for of in by_card]
+    assert max(changes) <= 1  # at the end, when one workload is done, its card may help the other
+
+
+def test_three_workloads_on_two_cards_are_searched_whole(host):
+    report, trials = host.sweep("01", Plan((problem(),), ("8192x4", "1x8192", "1024x8"), max_trials=20))
+    assert [len(unit.trials) for unit in report.units] == [20, 20, 20]
+    assert all(unit.row is not None for unit in report.units) and report.stopped == ""
 
 
 def test_a_race_is_on_one_card_and_races_of_two_workloads_run_side_by_side(host):
