@@ -23,6 +23,7 @@ _EXPORTS = {
     "Workspace": "workspace",
     "workspace_bytes": "workspace",
     "chunk_gated_delta_rule": "api",
+    "window_share_of": "gates",
     "open_db": "db",
     "QlaError": "errors",
     "ConfigError": "errors",

@@ -78,8 +78,9 @@ def chunk_gated_delta_rule(
     What o and the final state lose is at most the tolerance times the state forgotten, in norm, for keys of norm ≤ 1;
     by default a tolerance far below what 16-bit products round by.  Without a split, and with allow_neg_eigval, whose
     windows the gates alone do not bound, nothing is forgotten.
-    window_share: of the value heads, in [0, 1], those whose gates decay so that windows hold, where that is known.  It
-    decides how a batch is split, and results by rounding alone.  None expects most heads to decay.
+    window_share: of the value heads, in [0, 1], those whose gates decay so that windows hold, where that is known
+    (`window_share_of` some gates).  It decides how a batch is split, and results by rounding alone.  None expects most
+    heads to decay.
     backward: "kernel", or "chunk_form" to run PyTorch's slow chunk form on CUDA when a gradient is needed: of a second
     order, or where no kernel computes it (V = 256, checkpoints).
     out, final_state_out: o (``[B, T, HV, V]``, q's dtype) and the final state (state_dtype; may be initial_state) are
