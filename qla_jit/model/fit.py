@@ -151,20 +151,28 @@ def _one_wave_rows(times: Iterable[SplitTime]) -> list[_Row]:
     return [_Row((float(t.segment_chunks), t.chunks / t.segment_chunks, 1.0), t.time_us, t.parts) for t in times]
 
 
-def residuals(model: CostModel, found: Iterable[Observation]) -> list[tuple[float, float]]:
-    """(measured, predicted) in µs of the rows that a model describes."""
-    rows: list[_Row] = []
+def _rows_of(model: CostModel, found: Iterable[Observation]) -> list[_Row]:
+    """The rows that a model describes."""
     if model.form == "one_wave":
         rows = _one_wave_rows(split_times(found).get((model.problem, model.schedule), ()))
     else:
         key = model.problem, model.schedule
         rows = _work_rows(o for o in found if (family(o.problem), o.schedule) == key)
     source = model.template_digest, model.environment
-    return [
-        (row.time_us, model.predict_us(*row.features[:2], row.share))
-        for row in rows
-        if (row.observations[-1].template_digest, row.observations[-1].environment) == source
-    ]
+    return [r for r in rows if (r.observations[-1].template_digest, r.observations[-1].environment) == source]
+
+
+def residuals(model: CostModel, found: Iterable[Observation]) -> list[tuple[float, float]]:
+    """(measured, predicted) in µs of the rows that a model describes."""
+    return [(row.time_us, model.predict_us(*row.features[:2], row.share)) for row in _rows_of(model, found)]
+
+
+def left_out_errors(model: CostModel, found: Iterable[Observation]) -> tuple[float, ...]:
+    """|prediction / time − 1| of every row that a model describes, by a fit of the others of the same form."""
+    rows = _rows_of(model, found)
+    a, *_, m = model.coefficients
+    ratio = m / a if model.form == "work" and a else 0.0
+    return robust.leave_one_out([row.at(ratio) for row in rows], [row.time_us for row in rows])
 
 
 def best_segment(model: CostModel, chunks: int) -> float:
