@@ -127,14 +127,23 @@ def backward_cuda(call: Call, q, k, v, g, beta, bounds, initial_state, do, dfina
             return backward_cuda(call, q, k, v, g, beta, bounds, initial_state, do, dfinal, needs_dinitial)
     do = torch.zeros_like(v) if do is None else aligned(do.contiguous())
     dfinal = None if dfinal is None else aligned(dfinal.contiguous())
-    flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    batch, length, tokens = call.batch, call.num_tokens, call.batch * call.num_tokens
+    heads, value_heads, dim_k, dim_v = call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v
     op, walks = planned_backward(call)
-    found = op(*flat, bounds, call.scale, do.flatten(0, 1), initial_state, dfinal, needs_dinitial, walks)
-    if call.cu_host is None or call.cu_host[-1] < flat[0].shape[0]:
+    found = op(
+        q.view(tokens, heads, dim_k), k.view(tokens, heads, dim_k), v.view(tokens, value_heads, dim_v),
+        g.view(tokens, value_heads), beta.view(tokens, value_heads), bounds, call.scale,
+        do.view(tokens, value_heads, dim_v), initial_state, dfinal, needs_dinitial, walks,
+    )  # fmt: skip
+    if call.cu_host is None or call.cu_host[-1] < tokens:
         for gradient in found[:5]:
             _clear_padding(gradient, bounds, call.cu_host)
-    of_tokens = (gradient.view(x.shape) for gradient, x in zip(found, (q, k, v, g, beta)))
-    return Gradients(*of_tokens, found.initial_state)
+    dq, dk, dv, dg, dbeta, dinitial = found
+    return Gradients(
+        dq.view(batch, length, heads, dim_k), dk.view(batch, length, heads, dim_k),
+        dv.view(batch, length, value_heads, dim_v), dg.view(batch, length, value_heads),
+        dbeta.view(batch, length, value_heads), dinitial,
+    )  # fmt: skip
 
 
 @functools.cache
