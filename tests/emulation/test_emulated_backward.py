@@ -23,10 +23,15 @@ LIMITS = dict.fromkeys(NAMES, 6e-3) | {"g": 1.5e-2, "beta": 8e-3}
 
 
 @functools.cache
-def entries(config: OpConfig, names: tuple[str, ...], seed: int = 0) -> dict:
+def entries(config: OpConfig, names: tuple[str, ...], seed: int = 0, dv_split: int = 1) -> dict:
+    """dv_split: CTAs that share a head, of the kernels that walk chunks with both operands and state."""
+
     def entry(name):
         problem = config.problem(name)
-        run = kernel(KernelSpec(problem, select(problem).default(problem)))
+        schedule = select(problem).default(problem)
+        if dv_split > 1 and "dv_split" in schedule.params():
+            schedule = schedule.replace(dv_split=dv_split, registers="40/168/240")
+        run = kernel(KernelSpec(problem, schedule))
         return lambda *given: run(seed=seed, **dict(zip(launch.ARGUMENTS[name], given, strict=True)))
 
     return {name: entry(name) for name in names}
@@ -74,24 +79,26 @@ def test_all_gradients_are_those_of_the_recurrence(gates, lengths, group, states
 
 
 @pytest.mark.parametrize(
-    ("gates", "heads", "window", "states", "seed"),
+    ("gates", "heads", "window", "states", "seed", "dim_v"),
     [
-        ("none", 2, "exact", True, 1),
-        ("bench", 4, 1e-4, True, 0),
-        ("violent", 2, 1e-4, True, 2),
-        ("mild", 1, "exact", False, 1),
+        ("none", 2, "exact", True, 1, 64),
+        ("bench", 4, 1e-4, True, 0, 64),
+        ("violent", 2, 1e-4, True, 2, 64),
+        ("mild", 1, "exact", False, 1, 64),
+        ("bench", 1, 1e-4, True, 1, 128),  # two CTAs a head
     ],
 )
-def test_a_split_backward_gives_the_gradients_of_the_recurrence(gates, heads, window, states, seed):
-    config = OpConfig(1, heads, 64, 64)
+def test_a_split_backward_gives_the_gradients_of_the_recurrence(gates, heads, window, states, seed, dim_v):
+    config = OpConfig(1, heads, 64, dim_v)
     lengths = (0, 800, 40)
-    x = make_inputs(lengths, 1, heads, 64, 64, gates=gates, seed=9)
+    x = make_inputs(lengths, 1, heads, 64, dim_v, gates=gates, seed=9)
     gen = torch.Generator().manual_seed(10)
     do = torch.randn(x.v.shape, generator=gen).bfloat16()
     dfinal = torch.randn(x.initial_state.shape, generator=gen) if states else None
     initial = x.initial_state if states else None
     segments = cut_batch(config.problem("segment_backward"), lengths, 4)
-    split = SplitBackward(entries(config, SPLIT_KERNELS, seed), segments, heads, window, torch.device("cpu"))
+    found = entries(config, SPLIT_KERNELS, seed, dim_v // 64)
+    split = SplitBackward(found, segments, heads, window, torch.device("cpu"))
     got = emulated(config)(
         x.q[0], x.k[0], x.v[0], x.g[0], x.beta[0], x.cu_seqlens, x.scale, do[0], initial, dfinal, states, split
     )
