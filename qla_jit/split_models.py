@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .config import BACKWARD, DEFAULT_CHUNK_SIZE, FORWARD, SAME_PROGRAM, OpConfig, Pass, Problem
+from .config import BACKWARD, CHECKED_SPLITS, DEFAULT_CHUNK_SIZE, FORWARD, SAME_PROGRAM, OpConfig, Pass, Problem
 from .db import Database
 from .db.lookup import is_current
 from .db.records import ALL_WORKLOADS, BestRow, CostModel
@@ -68,7 +68,8 @@ class SplitModels:
 
 
 def _of_same_program(problem: Problem, measured: Sequence[Option]) -> tuple[Option, ...]:
-    """The options of the kernel whose program ``problem`` runs, with the times that were measured there.
+    """The options of the kernel whose program ``problem`` runs, with the times that were measured there, as far as
+    `CHECKED_SPLITS` has them.
 
     Where CTAs share a head as in the template's default, registers are those of the default: what starts a segment
     takes a few.
@@ -78,6 +79,8 @@ def _of_same_program(problem: Problem, measured: Sequence[Option]) -> tuple[Opti
     found = {}
     for option in measured:
         params = dict(option.schedule.params())
+        if params.get("dv_split") != CHECKED_SPLITS.get(problem.kernel):
+            continue
         if "registers" in params and params["dv_split"] == default["dv_split"]:
             params["registers"] = default["registers"]
         schedule = Schedule.of(template.name, params)

@@ -7,7 +7,7 @@ import torch
 
 from qla_jit import backward, launch, op
 from qla_jit.backward import CompiledBackward, Walks, compile_backward
-from qla_jit.config import BACKWARD, SAME_PROGRAM, OpConfig
+from qla_jit.config import BACKWARD, CHECKED_SPLITS, SAME_PROGRAM, OpConfig
 from qla_jit.db import BestRow, CostModel, Database, Environment
 from qla_jit.db.lookup import family
 from qla_jit.model.features import Split, num_ctas, steps
@@ -28,6 +28,8 @@ TIMES = {
     "segment_correct": (0.7, 0.02, 5.0),
     "backward_grad": (1.0, 0.02, 6.0),
 }
+#: Of `backward_state` by two CTAs a head.
+HALVES = (2.2, 0.06, 9.0)
 
 
 def default(problem):
@@ -36,12 +38,12 @@ def default(problem):
 
 @pytest.fixture
 def stored(tmp_path):
-    """A row and a cost model of the default of every kernel that is measured by itself, at 2/8 heads."""
+    """A row and a cost model of the default of every kernel measured by itself, at 2/8 heads, and of halves."""
     config, rows, fits = OpConfig(2, 8), [], []
-    for kernel, coefficients in TIMES.items():
-        problem = config.problem(kernel)
-        schedule = default(problem)
-        source = digest(schedule.template)
+    measured = [(config.problem(kernel), default(config.problem(kernel)), times) for kernel, times in TIMES.items()]
+    halves = default(config.problem("backward_state")).replace(dv_split=2, registers="40/216/240")
+    for problem, schedule, coefficients in (*measured, (config.problem("backward_state"), halves, HALVES)):
+        kernel, source = problem.kernel, digest(schedule.template)
         workload = "1x32768" + "/16" * (kernel in ("segment_state", "segment_correct"))
         rows.append(BestRow(problem, workload, schedule, 100.0, 100.0, source, CARD, 10))
         fits.append(CostModel(family(problem), schedule, "work", coefficients, 24, 0.02, 0.05, "f", source, CARD))
@@ -65,25 +67,26 @@ def models(db, *heads):
     return SplitModels.of(OpConfig(*heads), db, kernels=BACKWARD)
 
 
-def test_segments_run_the_schedules_and_cost_the_times_of_the_same_program(stored):
+def times_of(kernel, schedule):
+    """Coefficients of what is stored for a kernel, or for the one whose program it runs."""
+    kernel = SAME_PROGRAM.get(kernel, kernel)
+    return HALVES if (kernel, schedule.params().get("dv_split")) == ("backward_state", 2) else TIMES[kernel]
+
+
+def test_segments_run_what_a_card_has_checked_at_the_times_of_the_same_program(stored):
     found = models(stored, 2, 8)
-    assert found.can_split
-    for kernel, measured in SAME_PROGRAM.items():
+    assert found.can_split and len(found.options["backward_state"]) == 2
+    for kernel in SAME_PROGRAM:
         (option,) = found.options[kernel]
-        assert (option.us_per_step, option.us_per_cta) == TIMES[measured][:2]
-        assert option.schedule == default(OpConfig(2, 8).problem(kernel))  # its registers, not those of the other
+        assert option.schedule.params().get("dv_split") == CHECKED_SPLITS.get(kernel)
+        assert (option.us_per_step, option.us_per_cta) == times_of(kernel, option.schedule)[:2]
 
 
-def test_a_program_of_another_share_of_the_heads_keeps_its_registers(stored):
-    problem = OpConfig(2, 8).problem("backward_state")
-    halves = default(problem).replace(dv_split=2, registers="40/216/240")
-    source = digest(halves.template)
-    fit = CostModel(family(problem), halves, "work", (1.5, 0.05, 9.0), 24, 0.02, 0.05, "f", source, CARD)
-    stored.store.add(best=[BestRow(problem, "1x8192", halves, 90.0, 100.0, source, CARD, 10)], fits=[fit])
+def test_registers_are_those_of_the_program_but_where_the_default_shares_the_heads_alike(stored):
     options = models(stored, 2, 8).options
-    whole, half = sorted(options["segment_backward"], key=lambda option: option.schedule["dv_split"])
-    assert half.schedule["registers"] == "40/216/240" and half.us_per_step == 1.5
-    assert whole.schedule["registers"] == "32/96/192"
+    (whole,), (half,) = options["segment_backward"], options["segment_gradient"]
+    assert whole.schedule == default(OpConfig(2, 8).problem("segment_backward"))
+    assert whole.schedule["registers"] == "32/96/192" and half.schedule["registers"] == "40/216/240"
 
 
 def test_one_long_sequence_on_few_heads_is_split_and_a_full_card_is_not(stored):
@@ -102,7 +105,7 @@ def test_the_prediction_is_that_of_the_features(stored):
     for plan in (plan_split(found, [32768, 500], SMS), plan_split(found, [900], SMS)):
         cut = None if plan.segment_chunks is None else Split(plan.segment_chunks, 0.0, 0)
         for kernel, schedule, time_us in plan.chosen.kernels:
-            problem, (a, b, c) = found.problems[kernel], TIMES[SAME_PROGRAM.get(kernel, kernel)]
+            problem, (a, b, c) = found.problems[kernel], times_of(kernel, schedule)
             split = cut if kernel in BACKWARD.split else None
             want = a * steps(problem, schedule, [32768, 500] if cut else [900], SMS, split)
             want += b * num_ctas(problem, schedule, [32768, 500] if cut else [900], split)
