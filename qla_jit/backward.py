@@ -24,7 +24,7 @@ from . import device_indices, env, launch
 from .artifacts import ArtifactStore
 from .config import BACKWARD, OpConfig
 from .db import Database, open_db
-from .op import Loader
+from .op import Loader, explained
 from .ragged import num_slots
 from .schedule import Schedule
 from .segments import EXACT
@@ -32,7 +32,7 @@ from .spec import KernelSpec
 from .split import cut_batch
 from .split_backward import SplitBackward
 from .split_models import SplitModels
-from .split_plan import SplitPlan, describe, plan_split
+from .split_plan import SplitPlan, plan_split
 
 #: In the order of their launches where nothing is cut.
 KERNELS = (*BACKWARD.before, *BACKWARD.whole, *BACKWARD.after)
@@ -207,9 +207,7 @@ class CompiledBackward:
         """The plan of the backward as text; arguments as of `CompiledOp.explain`."""
         if self._models is None:
             return "whole sequences: the caller gave the schedules"
-        if sm_count is None:
-            sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
-        return describe(plan_split(self._models, lengths, sm_count, window, window_share))
+        return explained(self._models, lengths, window, window_share, sm_count)
 
     def _absent_state(self, device: torch.device) -> torch.Tensor:
         """A tensor to pass where a state is absent; the kernels do not touch it."""

@@ -192,9 +192,7 @@ class CompiledOp:
         """
         if self._models is None:
             return "whole sequences: the caller gave the schedules, or they have chunks that no split knows"
-        if sm_count is None:
-            sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
-        return describe(plan_split(self._models, lengths, sm_count, window, window_share))
+        return explained(self._models, lengths, window, window_share, sm_count)
 
     def choose(
         self,
@@ -306,6 +304,15 @@ class CompiledOp:
                 launch.state_shape(self._problem, 1), dtype=self._state_dtype, device=device
             )
         return self._absent[device]
+
+
+def explained(
+    models: SplitModels, lengths: Sequence[int], window: str | float, window_share: float | None, sm_count: int | None
+) -> str:
+    """The plan of a forward or a backward as text; arguments as of `CompiledOp.explain`."""
+    if sm_count is None:
+        sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
+    return describe(plan_split(models, lengths, sm_count, window, window_share))
 
 
 @dataclass(frozen=True)
