@@ -99,20 +99,21 @@ class ActivationKernel:
         return outputs(self._problem, modes, tokens)
 
     def __call__(
-        self, activation: Activation, modes: Modes, written: Sequence[torch.Tensor], q, k, g, beta
-    ) -> tuple[torch.Tensor, ...]:
+        self, activation: Activation, modes: Modes, written: Sequence, q, k, g, beta, device: torch.device
+    ) -> tuple:
         """(q, k, g, beta) as the other kernels take them: those in ``written`` (like `outputs`), others as given.
 
-        q, k: ``[T, H, K]``.  g, beta: ``[T, HV]``, contiguous, in the dtypes of the problem; T >= 1.
+        q, k: ``[T, H, K]``.  g, beta: ``[T, HV]`` in the dtypes of the problem; T >= 1.  All contiguous, aligned, and
+        tensors or `handles`.
         """
         rest = iter(written)
         q_out, k_out = (next(rest), next(rest)) if modes.qk else (q, k)
         g_out = next(rest) if modes.g else g
         beta_out = next(rest) if modes.beta else beta
-        a_log, a_log_half, a_log_mode = self._parameter(activation.a_log, q.device)
-        dt_bias, dt_bias_half, dt_bias_mode = self._parameter(activation.dt_bias, q.device)
+        a_log, a_log_half, a_log_mode = self._parameter(activation.a_log, device)
+        dt_bias, dt_bias_half, dt_bias_mode = self._parameter(activation.dt_bias, device)
         self._entry(
-            q, k, aligned(g), aligned(beta), a_log, dt_bias, a_log_half, dt_bias_half, q_out, k_out, g_out, beta_out,
+            q, k, g, beta, a_log, dt_bias, a_log_half, dt_bias_half, q_out, k_out, g_out, beta_out,
             *modes, a_log_mode, dt_bias_mode,
         )  # fmt: skip
         return q_out, k_out, g_out, beta_out

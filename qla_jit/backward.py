@@ -16,7 +16,6 @@ Nothing is saved by the forward but its inputs.  Work memory per value head and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -24,8 +23,9 @@ from . import device_indices, env, launch
 from .artifacts import ArtifactStore
 from .config import BACKWARD, OpConfig
 from .db import Database, open_db
+from .handles import PerThread
 from .op import Loader, explained
-from .ragged import num_slots
+from .prepared_backward import Arguments, Gradients, PreparedBackward, Walks, intermediates
 from .schedule import Schedule
 from .segments import EXACT
 from .spec import KernelSpec
@@ -37,24 +37,6 @@ from .split_plan import SplitPlan, plan_split
 #: In the order of their launches where nothing is cut.
 KERNELS = (*BACKWARD.before, *BACKWARD.whole, *BACKWARD.after)
 _MAX_CACHED_CHOICES = 1024
-
-
-class Gradients(NamedTuple):
-    """Of q, k ``[T, H, K]`` and v ``[T, HV, V]`` in their dtype; of g, beta ``[T, HV]`` fp32; of the initial state."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
-    initial_state: torch.Tensor | None
-
-
-class Walks(NamedTuple):
-    """What runs between `kkt_inverse` and `backward_grad` on whole sequences: entries of the two kernels."""
-
-    recompute_state: Callable[..., None]
-    backward_state: Callable[..., None]
 
 
 class CompiledBackward:
@@ -103,41 +85,24 @@ class CompiledBackward:
         answered for the lengths; whole sequences by the preferred schedules if None.  Rows of tokens that belong to no
         sequence get no gradient: what they hold afterwards is unspecified.
         """
-        device, dtype, (tokens, heads, dim_v) = q.device, v.dtype, v.shape
-        sequences, dim_k = bounds.shape[0] - 1, k.shape[-1]
-        c = self._problem.chunk_size
-        slots = num_slots(tokens, sequences, c)
+        prepared = self.prepare(q.shape[0], bounds.shape[0] - 1, q.device, walks or self._walks)
+        return prepared(q, k, v, g, beta, bounds, scale, do, initial_state, dfinal, needs_dinitial)
 
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        # What a kernel writes is allocated when its turn comes: by then the card is at work.
-        a, log_gates = empty(slots, heads, c, c), empty(slots, heads, c, dtype=torch.float32)
-        self._inverse(k, beta, g, bounds, a, log_gates)
-        absent = self._absent_state(device)
-        initial, has_initial = (absent, 0) if initial_state is None else (initial_state, 1)
-        final, has_dfinal = (absent, 0) if dfinal is None else (dfinal, 1)
-        states, residuals = empty(slots, heads, dim_v, dim_k), torch.empty_like(v)
-        walks = walks or self._walks
-        if isinstance(walks, Walks):
-            walks.recompute_state(k, v, a, log_gates, bounds, initial, states, residuals, has_initial)
-        dstates, dv = empty(slots, heads, dim_v, dim_k), torch.empty_like(v)
-        dinitial = absent
-        if needs_dinitial:
-            dinitial = empty(*launch.state_shape(self._problem, sequences), dtype=self._state_dtype)
-        if isinstance(walks, Walks):
-            walks.backward_state(
-                q, k, do, a, log_gates, bounds, final, dinitial, dstates, dv, scale, has_dfinal, int(needs_dinitial)
-            )
-        else:
-            walks(
-                q, k, v, do, a, log_gates, bounds, device_indices.ramp(sequences, device), initial, final, dinitial,
-                states, residuals, dstates, dv, scale, has_initial, has_dfinal, int(needs_dinitial),
-            )  # fmt: skip
-        dq, dk = torch.empty_like(q), torch.empty_like(k)
-        dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-        self._grad(q, k, beta, a, log_gates, bounds, states, residuals, dstates, dv, do, dq, dk, dbeta, dg, scale)
-        return Gradients(dq, dk, dv, dg, dbeta, dinitial if needs_dinitial else None)
+    def prepare(
+        self, num_tokens: int, num_sequences: int, device: torch.device, walks: Walks | SplitBackward
+    ) -> PreparedBackward:
+        """What backwards of this size share.  walks: what `choose` answered."""
+        problem, scratch = self._problem, walks.scratch if isinstance(walks, SplitBackward) else ()
+        layout = intermediates(problem, num_tokens, num_sequences) + scratch
+        return PreparedBackward(
+            kkt_inverse=self._inverse,
+            walks=walks,
+            backward_grad=self._grad,
+            arguments=PerThread(lambda: Arguments(problem, num_tokens, layout, device)),
+            state_shape=launch.state_shape(problem, num_sequences),
+            absent=self._absent_state(device),
+            state_rows=device_indices.ramp(num_sequences, device),
+        )
 
     def choose(
         self,

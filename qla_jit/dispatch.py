@@ -13,12 +13,12 @@ import torch
 from . import device_indices, launch
 from .activation import Modes, aligned
 from .arch import detect
-from .backward import CompiledBackward, Gradients, Walks, compile_backward
+from .backward import CompiledBackward, compile_backward
 from .config import OpConfig
 from .op import CompiledOp, compile
 from .prepared import Checkpoints, PreparedCall
+from .prepared_backward import Gradients, PreparedBackward
 from .split import EXACT
-from .split_backward import SplitBackward
 from .validate import Call
 
 
@@ -81,29 +81,20 @@ def forward_cuda(
         # A split writes to o before the last token of v is read.
         op, prepared = _prepared(call, modes, gates, may_split=False)
     bounds = device_indices.bounds(call, cu_seqlens)
-    tokens, heads, value_heads = call.batch * call.num_tokens, call.num_heads, call.num_value_heads
-    dim_k, dim_v = call.head_dim_k, call.head_dim_v
-    if out is None:
-        out = torch.empty_like(v)
-    o = out.view(tokens, value_heads, dim_v)
     if state_indices is not None and state_indices.dtype != torch.int32:
         state_indices = state_indices.to(torch.int32)
     checkpoints = None if call.checkpoint_every is None else _new_checkpoints(call, op, bounds)
-    _, final = prepared(
-        q.view(tokens, heads, dim_k), k.view(tokens, heads, dim_k), v.view(tokens, value_heads, dim_v),
-        g.view(tokens, value_heads), beta.view(tokens, value_heads), bounds, call.scale, initial_state,
-        call.output_final_state, o, state_indices, final_state_out, checkpoints if call.num_checkpoints else None,
-        workspace, activation,
+    out, final = prepared(
+        q, k, v, g, beta, bounds, call.scale, initial_state, call.output_final_state, out, state_indices,
+        final_state_out, checkpoints if call.num_checkpoints else None, workspace, activation,
     )  # fmt: skip
-    covered = call.cu_host[-1] if call.cu_host is not None else 0
-    if covered < tokens:
-        _clear_padding(o, bounds, call.cu_host)
+    _clear_padding(call, bounds, out)
     return (out, final) if checkpoints is None else (out, final, checkpoints.states)
 
 
-def planned_backward(call: Call) -> tuple[CompiledBackward, Walks | SplitBackward]:
-    """The backward of a call, and what it launches for its lengths; kept with the call.  The forward asks for it, too:
-    what a step does is settled before its first kernel.
+def planned_backward(call: Call) -> PreparedBackward:
+    """What the backward of a call launches for its lengths; kept with the call.  The forward asks for it, too: what a
+    step does is settled before its first kernel.
 
     Raises UnsupportedError where no template answers a kernel of the backward.
     """
@@ -111,7 +102,8 @@ def planned_backward(call: Call) -> tuple[CompiledBackward, Walks | SplitBackwar
     found = call.memo.get(key)
     if found is None:
         op = compiled_backward(config_of(call))
-        found = op, op.choose(call.cu_host, call.device, call.auto_cp, call.window, call.window_share)
+        walks = op.choose(call.cu_host, call.device, call.auto_cp, call.window, call.window_share)
+        found = op.prepare(call.batch * call.num_tokens, call.num_sequences, call.device, walks)
         if not device_indices.is_capturing(call.device):  # a capture may have to do without a split
             call.memo[key] = found
     return found
@@ -127,23 +119,9 @@ def backward_cuda(call: Call, q, k, v, g, beta, bounds, initial_state, do, dfina
             return backward_cuda(call, q, k, v, g, beta, bounds, initial_state, do, dfinal, needs_dinitial)
     do = torch.zeros_like(v) if do is None else aligned(do.contiguous())
     dfinal = None if dfinal is None else aligned(dfinal.contiguous())
-    batch, length, tokens = call.batch, call.num_tokens, call.batch * call.num_tokens
-    heads, value_heads, dim_k, dim_v = call.num_heads, call.num_value_heads, call.head_dim_k, call.head_dim_v
-    op, walks = planned_backward(call)
-    found = op(
-        q.view(tokens, heads, dim_k), k.view(tokens, heads, dim_k), v.view(tokens, value_heads, dim_v),
-        g.view(tokens, value_heads), beta.view(tokens, value_heads), bounds, call.scale,
-        do.view(tokens, value_heads, dim_v), initial_state, dfinal, needs_dinitial, walks,
-    )  # fmt: skip
-    if call.cu_host is None or call.cu_host[-1] < tokens:
-        for gradient in found[:5]:
-            _clear_padding(gradient, bounds, call.cu_host)
-    dq, dk, dv, dg, dbeta, dinitial = found
-    return Gradients(
-        dq.view(batch, length, heads, dim_k), dk.view(batch, length, heads, dim_k),
-        dv.view(batch, length, value_heads, dim_v), dg.view(batch, length, value_heads),
-        dbeta.view(batch, length, value_heads), dinitial,
-    )  # fmt: skip
+    found = planned_backward(call)(q, k, v, g, beta, bounds, call.scale, do, initial_state, dfinal, needs_dinitial)
+    _clear_padding(call, bounds, *found[:5])
+    return found
 
 
 @functools.cache
@@ -179,10 +157,14 @@ def _new_checkpoints(call: Call, op: CompiledOp, bounds: torch.Tensor) -> Checkp
     return Checkpoints(call.checkpoint_every, states, device_indices.checkpoint_rows(call, bounds))
 
 
-def _clear_padding(x: torch.Tensor, bounds: torch.Tensor, cu_host: tuple[int, ...] | None) -> None:
-    """Rows past the last sequence are 0; where the host does not know their number, a mask on the device decides."""
-    if cu_host is not None:
-        x[cu_host[-1] :].zero_()
-    else:
-        absent = torch.arange(x.shape[0], device=x.device) >= bounds[-1]
-        x.masked_fill_(absent.view(-1, *(1,) * (x.dim() - 1)), 0)
+def _clear_padding(call: Call, bounds: torch.Tensor, *tensors: torch.Tensor) -> None:
+    """Rows past the last sequence become 0, of tensors ``[B, T, ...]``; where the host does not know their number, a
+    mask on the device decides."""
+    tokens = call.batch * call.num_tokens
+    if call.cu_host is None:
+        absent = torch.arange(tokens, device=call.device) >= bounds[-1]
+        for x in tensors:
+            x.view(tokens, -1).masked_fill_(absent[:, None], 0)
+    elif call.cu_host[-1] < tokens:
+        for x in tensors:
+            x.view(tokens, -1)[call.cu_host[-1] :].zero_()

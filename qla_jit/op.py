@@ -17,7 +17,8 @@ from .artifacts import Artifact, ArtifactStore
 from .config import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
 from .db import Database, Match, open_db
 from .errors import InputError, KernelMissingError, UnsupportedError
-from .prepared import Checkpoints, PreparedCall
+from .handles import PerThread
+from .prepared import Arguments, Checkpoints, PreparedCall
 from .schedule import Schedule
 from .spec import KernelSpec
 from .split import EXACT, SplitForward, cut_batch
@@ -149,13 +150,16 @@ class CompiledOp:
         if found is None:
             scratch = forward.scratch if isinstance(forward, SplitForward) else ()
             layout = scratch + intermediates(self._problem, num_tokens, num_sequences)
+            gates = (torch.float32, torch.float32)
             if modes is not None:
                 layout += self._activation.outputs(modes, num_tokens)
+                gates = tuple(map(launch.torch_dtype, (self.config.gate_dtype, self.config.beta_dtype)))
             found = PreparedCall(
                 kkt_inverse=self._kkt_inverse,
                 forward=forward,
                 activation=self._activation,
                 modes=modes,
+                arguments=PerThread(lambda: Arguments(self._problem, gates, num_tokens, layout, device)),
                 device=device,
                 layout=layout,
                 num_scratch=len(scratch),

@@ -21,6 +21,7 @@ import torch
 from .config import BACKWARD
 from .segments import Segments
 from .split import SegmentTables, log_tolerance
+from .workspace import Layout
 
 KERNELS = BACKWARD.split
 
@@ -41,15 +42,16 @@ class SplitBackward:
         self._entries = [entries[name] for name in KERNELS]
         self._log_tolerance = log_tolerance(window)
         self._tables = SegmentTables(segments, device)
-        self._shape = len(segments), num_value_heads
+        shape = len(segments), num_value_heads
+        self.scratch: Layout = ((shape, torch.int32), (shape, torch.int32), (shape, torch.float32))
 
     def __call__(
         self, q, k, v, do, a, log_gates, bounds, sequence_rows, initial, dfinal, dinitial, states, residuals, dstates,
-        dv, scale, has_initial, has_dfinal, has_dinitial,
+        dv, scale, has_initial, has_dfinal, has_dinitial, starts, ends, decays,
     ) -> None:  # fmt: skip
-        """Tensors as `launch` lists them for the two kernels that this stands for; sequence_rows: 0 … N − 1."""
-        starts, ends = (torch.empty(self._shape, dtype=torch.int32, device=q.device) for _ in range(2))
-        decays = torch.empty(self._shape, dtype=torch.float32, device=q.device)
+        """Tensors as `launch` lists them for the two kernels that this stands for; sequence_rows: 0 … N − 1; starts,
+        ends, decays: as in `self.scratch`.  What was cut and what was decided for it is read from tensors of torch's.
+        """
         state, correct, gradient, gradient_correct, recompute, backward = self._entries
         tables = self._tables
         tables.use()

@@ -79,7 +79,7 @@ def _of_same_program(problem: Problem, measured: Sequence[Option]) -> tuple[Opti
     found = {}
     for option in measured:
         params = dict(option.schedule.params())
-        if params.get("dv_split") != CHECKED_SPLITS.get(problem.kernel):
+        if params.get("dv_split") not in CHECKED_SPLITS.get(problem.kernel, (None,)):
             continue
         if "registers" in params and params["dv_split"] == default["dv_split"]:
             params["registers"] = default["registers"]

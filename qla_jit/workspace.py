@@ -5,6 +5,7 @@ Where a caller keeps none, small ones are kept here, per thread and stream: `tak
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 
@@ -69,7 +70,7 @@ class Workspace:
             self._grow(num_bytes(layout), device)
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
-            found = self._views[layout, device] = _carve(self._buffer, layout)
+            found = self._views[layout, device] = carve(self._buffer, layout)
         return found
 
     def _grow(self, num_bytes: int, device: torch.device) -> None:
@@ -156,10 +157,15 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _carve(buffer: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
-    parts, first = [], 0
-    for shape, dtype in layout:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        parts.append(buffer[first : first + num_bytes].view(dtype).view(shape))
-        first += _aligned(num_bytes)
+def offsets(layout: Layout) -> list[int]:
+    """Where each tensor of a layout starts in its buffer, in bytes."""
+    ends = itertools.accumulate(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
+    return [0, *ends][: len(layout)]
+
+
+def carve(buffer: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    """The tensors of a layout in a buffer of at least `num_bytes`."""
+    parts = []
+    for (shape, dtype), first in zip(layout, offsets(layout)):
+        parts.append(buffer[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
     return tuple(parts)

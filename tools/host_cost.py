@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import torch
 
-from qla_jit import Workspace, chunk_gated_delta_rule, dispatch, op, validate
+from qla_jit import Workspace, chunk_gated_delta_rule, dispatch, handles, op, validate
 from qla_jit.numerics import make_inputs
 from qla_jit.workload import lengths_of
 
@@ -48,6 +48,8 @@ def without_kernels(on_card: bool) -> None:
             ctypes.CDLL(None).mallopt(option, value)
         dispatch._arch_name = lambda index: "sm90"
         dispatch._has_several_cards = lambda: False
+        handles._has_handles = lambda device: True
+        torch.cuda.current_device = lambda: 0
         torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
         validate.Call.runs_kernels = property(lambda call: not call.is_empty)
 

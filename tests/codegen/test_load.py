@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from kernels import HOPPER, INVERSE
+import torch
+from kernels import DEFAULTS, HOPPER, INVERSE
 
-from qla_jit import build
+from qla_jit import build, harness, runtime
+from qla_jit.config import SPLIT_BACKWARD_KERNELS
+from qla_jit.handles import TensorHandle
 
 LOAD_S = 0.050  # a kernel, from asking the store to its entry
 START_S = 1.0  # once per process: TVM's and TileLang's runtime libraries, and nvcc's version
@@ -85,3 +88,24 @@ def test_library_of_another_runtime_is_a_tool_error(kernel, artifact, tmp_path):
     (tmp_path / "kernel.so").write_bytes(b"\x7fELF not a library")
     with pytest.raises(ToolError, match="delete .* to rebuild"):
         runtime.load(replace(artifact, path=tmp_path))
+
+
+def is_run_by_harness(kernel) -> bool:
+    return kernel.config.arch == "sm90" and kernel.spec.problem.kernel not in SPLIT_BACKWARD_KERNELS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses hold nothing: no kernel may start")
+@pytest.mark.parametrize("kernel", [k for k in DEFAULTS if is_run_by_harness(k)], ids=str)
+def test_host_code_takes_handles_for_tensors(kernel, artifact):
+    """With all arguments as they should be, what is missing is the card; with a shape that is wrong, it says so."""
+    entry, card = runtime.load(artifact), torch.device("cuda", 0)
+    arguments = harness.make_case(kernel.spec.problem, (1200, 64), 0, device="cpu").arguments
+    is_tensor = [isinstance(x, torch.Tensor) for x in arguments]
+    place = lambda shape, x: TensorHandle(shape, x.dtype, card)
+    handles = [place(x.shape, x) if tensor else x for tensor, x in zip(is_tensor, arguments)]
+    with pytest.raises(Exception, match="CUDA"):
+        entry(*(x.at(1 << 32) if tensor else x for tensor, x in zip(is_tensor, handles)))
+    which = max(n for n, tensor in enumerate(is_tensor) if tensor)
+    handles[which] = place((*arguments[which].shape, 1), arguments[which])
+    with pytest.raises(Exception, match=kernel.spec.problem.kernel):
+        entry(*(x.at(1 << 32) if tensor else x for tensor, x in zip(is_tensor, handles)))

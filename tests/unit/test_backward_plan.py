@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qla_jit import backward, launch, op
+from qla_jit import backward, launch, op, split_models
 from qla_jit.backward import CompiledBackward, Walks, compile_backward
 from qla_jit.config import BACKWARD, CHECKED_SPLITS, SAME_PROGRAM, OpConfig
 from qla_jit.db import BestRow, CostModel, Database, Environment
@@ -36,13 +36,15 @@ def default(problem):
     return select(problem).default(problem)
 
 
+HALVES_SCHEDULE = default(OpConfig(2, 8).problem("backward_state")).replace(dv_split=2, registers="40/216/240")
+
+
 @pytest.fixture
 def stored(tmp_path):
     """A row and a cost model of the default of every kernel measured by itself, at 2/8 heads, and of halves."""
     config, rows, fits = OpConfig(2, 8), [], []
     measured = [(config.problem(kernel), default(config.problem(kernel)), times) for kernel, times in TIMES.items()]
-    halves = default(config.problem("backward_state")).replace(dv_split=2, registers="40/216/240")
-    for problem, schedule, coefficients in (*measured, (config.problem("backward_state"), halves, HALVES)):
+    for problem, schedule, coefficients in (*measured, (config.problem("backward_state"), HALVES_SCHEDULE, HALVES)):
         kernel, source = problem.kernel, digest(schedule.template)
         workload = "1x32768" + "/16" * (kernel in ("segment_state", "segment_correct"))
         rows.append(BestRow(problem, workload, schedule, 100.0, 100.0, source, CARD, 10))
@@ -77,16 +79,29 @@ def test_segments_run_what_a_card_has_checked_at_the_times_of_the_same_program(s
     found = models(stored, 2, 8)
     assert found.can_split and len(found.options["backward_state"]) == 2
     for kernel in SAME_PROGRAM:
-        (option,) = found.options[kernel]
-        assert option.schedule.params().get("dv_split") == CHECKED_SPLITS.get(kernel)
-        assert (option.us_per_step, option.us_per_cta) == times_of(kernel, option.schedule)[:2]
+        assert found.options[kernel]
+        for option in found.options[kernel]:
+            assert option.schedule.params().get("dv_split") in CHECKED_SPLITS.get(kernel, (None,))
+            assert (option.us_per_step, option.us_per_cta) == times_of(kernel, option.schedule)[:2]
+
+
+def test_shares_that_no_card_has_checked_are_left_out(stored, monkeypatch):
+    monkeypatch.setattr(split_models, "CHECKED_SPLITS", dict.fromkeys(CHECKED_SPLITS, (2,)))
+    options = models(stored, 2, 8).options
+    assert {o.schedule.params()["dv_split"] for o in options["segment_backward"]} == {2}
+    assert not options["segment_recompute"]  # the walk that is stored gives a head one CTA
 
 
 def test_registers_are_those_of_the_program_but_where_the_default_shares_the_heads_alike(stored):
-    options = models(stored, 2, 8).options
-    (whole,), (half,) = options["segment_backward"], options["segment_gradient"]
-    assert whole.schedule == default(OpConfig(2, 8).problem("segment_backward"))
-    assert whole.schedule["registers"] == "32/96/192" and half.schedule["registers"] == "40/216/240"
+    config = OpConfig(2, 8)
+    measured = {s["dv_split"]: s["registers"] for s in (default(config.problem("backward_state")), HALVES_SCHEDULE)}
+    for kernel in ("segment_backward", "segment_gradient"):
+        own, options = default(config.problem(kernel)), models(stored, 2, 8).options[kernel]
+        assert {o.schedule["dv_split"] for o in options} == set(measured) == {1, 2}
+        for option in options:
+            share = option.schedule["dv_split"]
+            wanted = own["registers"] if share == own["dv_split"] else measured[share]
+            assert option.schedule["registers"] == wanted
 
 
 def test_one_long_sequence_on_few_heads_is_split_and_a_full_card_is_not(stored):

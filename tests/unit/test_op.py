@@ -59,10 +59,13 @@ def test_activated_inputs_go_from_the_first_kernel_to_the_others(db, launches, s
     q, k, v, g, beta = tokens(70)
     bounds = torch.tensor([0, 5, 70], dtype=torch.int32)
     activation = Activation(normalize=True, a_log=torch.zeros(4))
-    compiled(q, k, v, g.bfloat16(), beta, bounds, workspace=workspace, activation=activation)
+    logits = torch.empty(g.numel() + 8, dtype=torch.bfloat16)[1 : 1 + g.numel()].view_as(g).copy_(g)
+    assert logits.data_ptr() % 16
+    compiled(q, k, v, logits, beta, bounds, workspace=workspace, activation=activation)
     assert [name for name, _ in launches] == ["input_activation", *FORWARD_KERNELS]
     first, inverse, forward = (dict(zip(launch.ARGUMENTS[name], args, strict=True)) for name, args in launches)
     assert (first["qk_mode"], first["g_mode"], first["beta_mode"]) == (1, 2, 0)
+    assert first["g"].data_ptr() % 16 == 0 and torch.equal(first["g"], logits)
     assert first["q"] is q and first["k_out"].shape == k.shape and first["k_out"].dtype == k.dtype
     assert first["g_out"].shape == g.shape and first["g_out"].dtype == torch.float32
     assert forward["q"] is first["q_out"] and forward["k"] is inverse["k"] is first["k_out"]
