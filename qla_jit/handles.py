@@ -43,7 +43,8 @@ class TensorHandle:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         row_major = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        sizes, strides = ((ctypes.c_int64 * len(shape))(*numbers) for numbers in (shape, row_major))  # kept by the struct
+        int64s = ctypes.c_int64 * len(shape)
+        sizes, strides = int64s(*shape), int64s(*row_major)  # the struct keeps them alive
         index = torch.cuda.current_device() if device.index is None else device.index
         self._tensor = _DLTensor(None, _CUDA, index, len(shape), _KINDS[dtype], 8 * dtype.itemsize, 1, sizes, strides)
         self._address = ctypes.c_uint64.from_buffer(self._tensor)  # its first field

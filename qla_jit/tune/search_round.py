@@ -1,17 +1,13 @@
-"""The search of units: claim points, keep every lane busy, store what comes out and what other hosts publish.
-
-`run_rounds` searches as many units side by side as there are lanes, so that a card need not make the data of them all.
-One thread does all of it but the trials themselves.
-"""
+"""The search of a unit: claim points, keep lanes busy, store what comes out and what other hosts publish."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from ..db.records import Trial
-from ..errors import CacheError, QlaError
+from ..errors import CacheError
 from ..schedule import Schedule
 from .board import Board, BoardLostError, key_of
 from .evaluate import Evaluator, OutOfTimeError
@@ -22,7 +18,7 @@ from .worker import WorkerLostError
 
 
 class SearchRound:
-    """One run of the search of a unit, step by step; `run_rounds` takes the steps.
+    """One run of the search of a unit, an `Activity`.
 
     keep: stores a trial.  end: when to start no more (monotonic), or None.
     """
@@ -55,26 +51,21 @@ class SearchRound:
         board.enter(topic, unit.trials)
 
     def advance(self, lanes: int) -> None:
-        """Hear what other hosts did, and start trials until ``lanes`` run."""
         self._hear()
         if not self._ended:
             self._start_trials(lanes)
 
     def finish(self, future: Future) -> None:
-        """Take in a trial of ``running`` that is done.  WorkerLostError when no card is left, CacheError when this host
-        can build nothing."""
         try:
             self._finish(self.running.pop(future), future)
         except OutOfTimeError:
             self._stopping = True
 
     def stop(self) -> None:
-        """Start nothing more."""
         self._stopping = True
 
     @property
     def is_done(self) -> bool:
-        """Whether `advance` found nothing to start, nothing runs, and no other host has anything."""
         return not self.running and (self._ended or not self._elsewhere)
 
     def close(self) -> None:
@@ -153,36 +144,3 @@ class SearchRound:
                 self._strategy.tell(trial)
             if trial.schedule in self._pending:
                 self._pending.remove(trial.schedule)
-
-
-def run_rounds(rounds: Iterator[SearchRound], lanes: Lanes, board: Board) -> None:
-    """Run searches, as many at once as there are lanes, which they share.  rounds: makes each when its turn comes.
-
-    Raises what ended a round early, as `SearchRound.finish` does, when whatever ran has ended.
-    """
-    active: list[SearchRound] = []
-    lost: QlaError | None = None
-    while True:
-        while lost is None and len(active) < lanes.count and (following := next(rounds, None)) is not None:
-            active.append(following)
-        if not active:
-            break
-        for each in active:
-            each.advance(max(1, lanes.count // len(active)))
-        done = [each for each in active if each.is_done]
-        for each in done:
-            each.close()
-            active.remove(each)
-        running = {future: each for each in active for future in each.running}
-        if running:
-            for future in lanes.finished(running, board.poll_s or None):
-                try:
-                    running[future].finish(future)
-                except (WorkerLostError, CacheError) as error:  # of this host: all other trials would fail too
-                    lost = error
-                    for each in active:
-                        each.stop()
-        elif not done:
-            time.sleep(board.poll_s)  # the other hosts are not done yet
-    if lost is not None:
-        raise lost

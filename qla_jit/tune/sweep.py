@@ -18,14 +18,15 @@ from ..errors import CacheError, ConfigError
 from ..registry import digest
 from ..schedule import Schedule
 from ..workload import suited, workload_of
+from .activities import InTurn, SideBySide, run
 from .board import Alone, Board, BoardLostError, race_of, topic_of
 from .evaluate import Evaluator
 from .finals import best_row, finalists, overall_row
 from .lanes import Lanes
 from .last_sweep import Plan, Setup, remember
-from .races import Race, run_races
+from .races import Race
 from .search import Strategy, make_strategy
-from .search_round import SearchRound, run_rounds
+from .search_round import SearchRound
 from .space import archs_match, enumerate_space
 from .unit import Listener, Report, Unit
 from .worker import WorkerLostError
@@ -79,12 +80,7 @@ class Sweep:
         report = Report(units)
         self.listener.started(units, self.plan.budget_s)
         try:
-            for i, group in enumerate(self.groups):
-                for following in self.groups[i + 1 : i + 2]:  # its first trial then need not wait for a compiler
-                    self.evaluator.prepare(following[0].problem, [following[0].space.default])
-                self._tune(group, self._share(i), report)
-                if self._out_of_time(self.end):
-                    break
+            run(SideBySide(self._problems(report)), self.lanes, self.board)
             if any(len(unit.trials) < self._target(unit) for unit in units):
                 report.stopped = "budget"
         except KeyboardInterrupt:
@@ -98,25 +94,35 @@ class Sweep:
         report.seconds = time.monotonic() - self.started
         return report
 
+    def _problems(self, report: Report) -> Iterator[InTurn]:
+        """The searches of each problem's workloads, then their races; each begins when a lane is free for it."""
+        for i, group in enumerate(self.groups):
+            if self._out_of_time(self.end):
+                return
+            for following in self.groups[i + 1 : i + 2]:  # its first trial then need not wait for a compiler
+                self.evaluator.prepare(following[0].problem, [following[0].space.default])
+            end = self._share(i)
+            search_end = None if end is None else end - FINALS_SHARE * (end - time.monotonic())
+            searches = lambda group=group, end=search_end: SideBySide(self._searches(group, end))
+            races = lambda group=group: SideBySide(iter(self._races(group)))
+            yield InTurn(iter((searches, races)), lambda group=group: self._name_overall(group, report))
+
     def _share(self, first: int) -> float | None:
-        """When the group must be done: what is left, split by the points that the remaining groups have."""
+        """When the group must be done: what is left, split by the points that the remaining groups have, so many of
+        which are searched side by side."""
         if self.end is None:
             return None
         weights = [sum(min(len(u.space.points), WEIGHT_POINTS) for u in group) for group in self.groups[first:]]
-        left = max(0.0, self.end - time.monotonic())
-        return time.monotonic() + left * (weights[0] / sum(weights) if sum(weights) else 1.0)
+        left, side_by_side = max(0.0, self.end - time.monotonic()), min(self.lanes.count, len(weights))
+        return time.monotonic() + left * min(1.0, side_by_side * weights[0] / sum(weights) if sum(weights) else 1.0)
 
-    def _tune(self, group: list[Unit], end: float | None, report: Report) -> None:
-        search_end = None if end is None else end - FINALS_SHARE * (end - time.monotonic())
-        run_rounds(self._rounds(group, search_end), self.lanes, self.board)
-        self._finals(group, report)
-
-    def _rounds(self, group: list[Unit], end: float | None) -> Iterator[SearchRound]:
+    def _searches(self, group: list[Unit], end: float | None) -> Iterator[SearchRound]:
         """The searches of a group, each made when it begins; until ``end``, they have equal times."""
+        lanes = max(1, self.lanes.count // len(self.groups))  # that a group has at least
         for i, unit in enumerate(group):
             unit_end = None
             if end is not None:
-                now, side_by_side = time.monotonic(), min(self.lanes.count, len(group))
+                now, side_by_side = time.monotonic(), min(lanes, len(group))
                 unit_end = now + max(0.0, end - now) / -(-(len(group) - i) // side_by_side)
             yield self._search(unit, unit_end)
 
@@ -161,20 +167,23 @@ class Sweep:
         unit.trials.append(trial)
         self.listener.trial_done(unit, trial, self.evaluator.queued)
 
-    def _finals(self, group: list[Unit], report: Report) -> None:
-        """Race the finalists of all workloads on each, so that one schedule for all of them can be named too."""
+    def _races(self, group: list[Unit]) -> list[Race]:
+        """The finalists of all workloads on each, so that one schedule for all of them can be named too."""
         chosen = list(dict.fromkeys(s for unit in group for s in finalists(unit.trials, unit.space.default)))
-        races = [self._race(unit, [s for s in chosen if s in unit.space.points]) for unit in group]
-        run_races(races, self.evaluator, self.lanes, self.board, self.end, self.listener.racing, self._raced)
+        return [self._race(unit, [s for s in chosen if s in unit.space.points]) for unit in group]
+
+    def _race(self, unit: Unit, racers: list[Schedule]) -> Race:
+        topic = race_of(self._topic(unit), racers)
+        return Race(
+            unit, racers, topic, self.evaluator, self.lanes, self.board, self.end, self.listener.racing, self._raced
+        )  # fmt: skip
+
+    def _name_overall(self, group: list[Unit], report: Report) -> None:
         finals, trials = {unit.workload: unit.final for unit in group}, sum(len(unit.trials) for unit in group)
         overall = overall_row(finals, group[0].space.default, trials)
         if overall is not None:
             self.db.store.put_best(overall)
             report.overall.append(overall)
-
-    def _race(self, unit: Unit, racers: list[Schedule]) -> Race:
-        topic = self._topic(unit)
-        return Race(unit, racers, race_of(topic, racers))
 
     def _raced(self, unit: Unit, trials: Sequence[Trial]) -> None:
         for trial in trials:

@@ -37,7 +37,8 @@ CARD = """
         params = request["schedule"]["params"]
         a, b, c = params["a"], params["b"], params["c"]
         with open(log, "a") as file:
-            file.write(f"{name} {a} {b} {c} {request['samples']} {len(request.get('lengths', ()))}\\n")
+            heads = request.get("problem", {}).get("num_heads")
+            file.write(f"{name} {a} {b} {c} {request['samples']} {len(request.get('lengths', ()))} {heads}\\n")
         reply.stage("verify")
         if name in environment_fault(a, b, c):
             open(broken, "w").close()
@@ -124,6 +125,18 @@ def test_each_card_has_a_workload_of_its_own_as_long_as_there_are_as_many(host):
     assert sorted(map(len, by_card)) == [60, 60]
     changes = [sum(a != b for a, b in zip(of, of[1:])) for of in by_card]
     assert max(changes) <= 1  # at the end, when one workload is done, its card may help the other
+
+
+def test_each_card_has_a_problem_of_its_own_its_races_too(host):
+    """So no card waits for the other's race, and each makes the data of its own problems only."""
+    problems = tuple(problem(heads, 64) for heads in (2, 4, 8, 16))
+    report, _ = host.sweep("01", Plan(problems, ("8192x4", "1x8192"), max_trials=8), delay_s=0.02)
+    assert [len(unit.trials) for unit in report.units] == [8] * 8 and len(report.overall) == 4
+    of_problem = {}
+    for line in host.lines():
+        of_problem.setdefault(line[6], []).append(line[0])
+    last = [names.count(max(names, key=names.count)) / len(names) for names in of_problem.values()]
+    assert sum(share == 1.0 for share in last) >= 2  # the last ones, when no other is left, have the help of both
 
 
 def test_three_workloads_on_two_cards_are_searched_whole(host):
