@@ -4,12 +4,13 @@
     python tools/train_memory.py [--providers qla_jit,fla,flash_qla] [--heads 16:32,8:32,2:8] [--lengths 8192,32768]
                                  [--out FILE.jsonl]                                             (on a card)
 
-Bytes above what the inputs q, k, v, g, beta and the gradient of o take, of torch's allocator, divided by tokens:
+Bytes above what the inputs q, k, v, g, beta, the initial state and the gradients of o and of the final state take, of
+torch's allocator, divided by tokens:
 
-kept: after the forward, output included: what waits for the backward.
-peak: at any time of forward and backward, output and gradients included.
+kept: after the forward, outputs included: what waits for the backward.
+peak: at any time of forward and backward, outputs and gradients of all six inputs included.
 
-Head dims 128, bf16, one sequence without initial or final state.  A provider that is missing or fails has a note.
+Head dims 128, bf16, states in fp32, one sequence.  A provider that is missing or fails has a note.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from qla_jit.numerics import Inputs, make_inputs
 ROOT = Path(__file__).resolve().parent.parent
 HEADS, LENGTHS, HEAD_DIM = "16:32,8:32,2:8", "8192,32768", 128
 
-Forward = Callable[..., torch.Tensor]  # q, k, v, g, beta → o
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # q, k, v, g, beta, initial state → o, final state
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,26 @@ class Row:
 def qla_jit(x: Inputs) -> Forward:
     from qla_jit import chunk_gated_delta_rule
 
-    return lambda *tokens: chunk_gated_delta_rule(*tokens, cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_host)[0]
+    return _with_states(chunk_gated_delta_rule, x, cu_seqlens=x.cu_seqlens, cu_seqlens_cpu=x.cu_host)
 
 
 def fla(x: Inputs) -> Forward:
     os.environ["FLA_FLASH_QLA"] = "0"  # FLA would hand the call to flash_qla, which has a row of its own
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    bounds = x.cu_seqlens.long()
-    return lambda *tokens: chunk_gated_delta_rule(*tokens, scale=x.scale, cu_seqlens=bounds)[0]
+    return _with_states(chunk_gated_delta_rule, x, cu_seqlens=x.cu_seqlens.long())
 
 
 def flash_qla(x: Inputs) -> Forward:
     from flash_qla import chunk_gated_delta_rule
 
-    return lambda *tokens: chunk_gated_delta_rule(*tokens, scale=x.scale, cu_seqlens=x.cu_seqlens)[0]
+    return _with_states(chunk_gated_delta_rule, x, cu_seqlens=x.cu_seqlens)
+
+
+def _with_states(operator: Callable, x: Inputs, **lengths) -> Forward:
+    return lambda *tokens: operator(
+        *tokens[:5], scale=x.scale, initial_state=tokens[5], output_final_state=True, **lengths
+    )
 
 
 PROVIDERS: dict[str, Callable[[Inputs], Forward]] = {"qla_jit": qla_jit, "fla": fla, "flash_qla": flash_qla}
@@ -77,30 +83,31 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def step_bytes(forward: Forward, leaves: list[torch.Tensor], do: torch.Tensor) -> tuple[int, int]:
-    """(kept, peak) of a step after one that compiles, tunes and fills caches."""
+def step_bytes(forward: Forward, leaves: list[torch.Tensor], given: list[torch.Tensor]) -> tuple[int, int]:
+    """(kept, peak) of a step after one that compiles, tunes and fills caches; given: the gradients of the outputs."""
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        o = forward(*leaves)
+        outputs = forward(*leaves)
         kept = torch.cuda.memory_allocated() - before
-        gradients = torch.autograd.grad(o, leaves, do)
+        gradients = torch.autograd.grad(outputs, leaves, given)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        del o, gradients
+        del outputs, gradients
     return kept, peak
 
 
 def measure(provider: str, heads: int, value_heads: int, length: int) -> Row:
     x = make_inputs((length,), heads, value_heads, HEAD_DIM, HEAD_DIM, device="cuda", gates="bench", draw_on="cuda")
-    leaves, do = [t.requires_grad_() for t in x.tokens], torch.randn_like(x.v)
+    leaves = [t.requires_grad_() for t in (*x.tokens, x.initial_state)]
+    given = [torch.randn_like(x.v), torch.randn_like(x.initial_state)]
     row = dict(provider=provider, heads=heads, value_heads=value_heads, length=length)
-    row["inputs"] = bytes_of([*leaves, do]) / length
+    row["inputs"] = bytes_of([*leaves, *given]) / length
     if find_spec(provider) is None:
         return Row(**row, note="not installed")
     try:
-        kept, peak = step_bytes(PROVIDERS[provider](x), leaves, do)
+        kept, peak = step_bytes(PROVIDERS[provider](x), leaves, given)
     except torch.AcceleratorError:
         raise  # the card's context is lost, and with it every later row
     except Exception as error:

@@ -38,17 +38,17 @@ def test_a_step_counts_from_its_inputs_and_forgets_the_first(allocator):
         @staticmethod
         def forward(ctx, x):
             allocator.use(5000 if Step.first else 70)
-            return x.clone()
+            return x.clone(), x.clone()
 
         @staticmethod
-        def backward(ctx, d):
+        def backward(ctx, d, dfinal):
             allocator.use(200)
             allocator.use(-270 if not Step.first else -4200)  # caches of the first step stay
             Step.first = False
             return d
 
     x = torch.ones(3, requires_grad=True)
-    assert train_memory.step_bytes(Step.apply, [x], torch.ones(3)) == (70, 270)
+    assert train_memory.step_bytes(Step.apply, [x], [torch.ones(3)] * 2) == (70, 270)
     assert allocator.used == 2000
 
 
@@ -58,10 +58,10 @@ def test_inputs_and_rows_are_per_token(monkeypatch):
     monkeypatch.setattr(train_memory, "step_bytes", lambda *given: (512 * 1024, 1024 * 1024))
     row = train_memory.measure("qla_jit", 2, 8, 128)
     assert made == [((128,), 2, 8, 128, 128)]
-    # q, k: 2 heads of 128 in bf16; v and the gradient of o: 8 of them; g, beta: fp32.
-    assert row.inputs == 2 * 2 * 128 * 2 + 2 * 8 * 128 * 2 + 2 * 8 * 4
+    # q, k: 2 heads of 128 in bf16; v and the gradient of o: 8 of them; g, beta: fp32; a state and its gradient: fp32.
+    assert row.inputs == 2 * 2 * 128 * 2 + 2 * 8 * 128 * 2 + 2 * 8 * 4 + 2 * 8 * 128 * 128 * 4 / 128
     assert (row.kept, row.peak, row.note) == (4096, 8192, "")
-    assert "| 2/8 | 128 | qla_jit | 5.1 | 4.0 | 8.0 |  |" in train_memory.table([row])
+    assert "| 2/8 | 128 | qla_jit | 13.1 | 4.0 | 8.0 |  |" in train_memory.table([row])
 
 
 def test_a_provider_that_is_missing_or_fails_has_a_note(monkeypatch):
@@ -73,7 +73,7 @@ def test_a_provider_that_is_missing_or_fails_has_a_note(monkeypatch):
     assert train_memory.measure("qla_jit", 1, 2, 16).note == "ValueError: no such kernel"
     monkeypatch.setattr(train_memory, "find_spec", lambda name: None)
     row = train_memory.measure("fla", 1, 2, 16)
-    assert row.note == "not installed" and "| fla | 1.5 | – | – | not installed |" in train_memory.table([row])
+    assert row.note == "not installed" and "| fla | 17.5 | – | – | not installed |" in train_memory.table([row])
 
 
 def test_a_machine_without_a_card_is_told_so(monkeypatch, capsys):
