@@ -9,11 +9,9 @@ its CTAs find nothing to do: those count as CTAs, and not as chains.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from ..config import SPLIT_BACKWARD_KERNELS, SPLIT_KERNELS, Problem
 from ..errors import ConfigError
@@ -93,33 +91,26 @@ def expected_warmup_chunks(tolerance: float) -> int:
 def chunk_counts(lengths: Sequence[int], chunk_size: int) -> dict[int, int]:
     """{chunks: sequences} of sequences of ``lengths`` tokens, without empty ones.
 
-    Where more than `MOST_LENGTHS` lengths differ, those within a quarter of an octave count as their mean; the longest
-    stays.
+    Where more than `MOST_LENGTHS` differ, those within a quarter of an octave count as their mean; the longest stays.
     """
-    if any(len(set(some)) > MOST_LENGTHS for some in (lengths[: 2 * MOST_LENGTHS], lengths)):  # the first tell mostly
-        return _merged(sorted(lengths), chunk_size)
-    counts: dict[int, int] = {}
-    for length, sequences in Counter(lengths).items():
-        if length > 0:
-            chunks = -(-length // chunk_size)
-            counts[chunks] = counts.get(chunks, 0) + sequences
-    return counts
+    counts = Counter([-(-length // chunk_size) for length in lengths])
+    counts.pop(0, None)
+    return _merged(counts) if len(counts) > MOST_LENGTHS else dict(counts)
 
 
-def _merged(ordered: Sequence[int], chunk_size: int) -> dict[int, int]:
-    sums = [0, *accumulate(ordered)]
-    longest = -(-ordered[-1] // chunk_size)
-    first, tail = bisect_right(ordered, 0), bisect_right(ordered, (longest - 1) * chunk_size)
-    merged = Counter({longest: len(ordered) - tail})
-    while first < tail:
-        chunks = -(-ordered[first] // chunk_size)
-        width = 1 << max(0, chunks.bit_length() - 3)  # a quarter of the octave
-        end = bisect_right(ordered, ((chunks // width + 1) * width - 1) * chunk_size, first, tail)
-        if width > 1:  # the last chunk of a sequence is half full on average
-            chunks = round((sums[end] - sums[first]) / (end - first) / chunk_size + 0.5)
-        merged[chunks] += end - first
-        first = end
-    return dict(merged)
+def _merged(counts: Mapping[int, int]) -> dict[int, int]:
+    longest = max(counts)
+    works, numbers = Counter(), Counter()
+    for chunks, number in counts.items():
+        octave = max(0, chunks.bit_length() - 3)
+        group = (octave, chunks >> octave) if chunks < longest else None
+        works[group] += chunks * number
+        numbers[group] += number
+    merged: dict[int, int] = {}
+    for group, number in numbers.items():
+        chunks = round(works[group] / number)
+        merged[chunks] = merged.get(chunks, 0) + number
+    return merged
 
 
 def split_items(counts: Mapping[int, int], heads: int, least: int, split: Split) -> SplitItems:
