@@ -189,9 +189,10 @@ def _finish(report: Report, db: Database, picture: str | None, console: Console,
         json_output.write(verb, ok, **tables.sweep_json(report), db=str(db.path))
     else:
         Console().print(tables.sweep_table(report))
-    count, minutes = len(report.trials), report.seconds / 60
-    rate = f" ({count / minutes:.0f} a minute)" if minutes else ""
-    console.print(f"{count} trials in {report.seconds:.1f} s{rate}, stored in {db.path}", highlight=False)
+    rate = report.trials_per_minute
+    took = f"{report.seconds:.1f} s, {report.startup_s:.1f} of them to start"
+    took += f" ({rate:.0f} a minute)" if rate else ""
+    console.print(f"{len(report.trials)} trials in {took}, stored in {db.path}", highlight=False)
     if picture is not None:
         console.print(f"picture: {picture}", highlight=False)
     for reason in report.lost:

@@ -57,6 +57,7 @@ class Sweep:
         self.started = time.monotonic()
         self.end = None if plan.budget_s is None else self.started + plan.budget_s
         self.groups = self._groups()
+        self.startup_s = time.monotonic() - self.started
 
     def _groups(self) -> list[list[Unit]]:
         groups = []
@@ -77,7 +78,7 @@ class Sweep:
 
     def run(self) -> Report:
         units = [unit for group in self.groups for unit in group]
-        report = Report(units)
+        report = Report(units, startup_s=self.startup_s)
         self.listener.started(units, self.plan.budget_s)
         try:
             run(SideBySide(self._problems(report)), self.lanes, self.board)

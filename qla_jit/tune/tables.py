@@ -53,10 +53,11 @@ def sweep_table(report: Report) -> Table:
 def sweep_json(report: Report) -> dict:
     return {
         "seconds": round(report.seconds, 3),
+        "startup_s": round(report.startup_s, 3),
         "stopped": report.stopped,
         "lost_cards": report.lost,
         "trials": len(report.trials),
-        "trials_per_minute": round(60 * len(report.trials) / report.seconds, 2) if report.seconds else None,
+        "trials_per_minute": report.trials_per_minute and round(report.trials_per_minute, 2),
         "measuring_share": _measuring_share(report),
         "units": [
             {

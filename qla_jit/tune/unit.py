@@ -61,6 +61,7 @@ class Report:
     """How a sweep ended.
 
     stopped: empty when all was tried, else ``budget``, ``interrupted``, or why no worker can be started.
+    seconds: of wall time, startup_s of them until the cards were ready.
     lost: why each card that was given up on the way was; the others went on.
     """
 
@@ -68,9 +69,16 @@ class Report:
     overall: list[BestRow] = field(default_factory=list)
     stopped: str = ""
     seconds: float = 0.0
+    startup_s: float = 0.0
     lost: list[str] = field(default_factory=list)
 
     @property
     def trials(self) -> list[Trial]:
         """Search trials of this run, in order."""
         return [t for unit in self.units for t in unit.trials[unit.resumed :]]
+
+    @property
+    def trials_per_minute(self) -> float | None:
+        """Since the cards were ready; None for a sweep that took no time."""
+        working_s = self.seconds - self.startup_s
+        return 60 * len(self.trials) / working_s if working_s > 0 else None
