@@ -5,6 +5,7 @@ No card is needed: handles point anywhere, and the launches record what they wer
 
 import ctypes
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -199,3 +200,36 @@ def test_the_backward_by_itself_takes_tokens_laid_end_to_end(launches):
     found = compiled(*flat.values(), x.cu_seqlens, x.scale, flat["v"])
     check(launches, flat, dims)
     assert [g.shape for g in found[:5]] == [t.shape for t in flat.values()]
+
+
+def test_threads_that_share_an_operator_launch_on_their_own_tensors(launches, monkeypatch):
+    """Launches let other threads run: what one thread set must not be what another's kernel reads."""
+    told, barrier = [], threading.Barrier(4)
+
+    def load(artifact):
+        name = artifact.spec.problem.kernel
+
+        def entry(*given):
+            time.sleep(0.002)  # every thread has set its addresses by now
+            read = dict(zip(launch.ARGUMENTS[name], given, strict=True))
+            told.append((threading.get_ident(), content(read["k"])["address"]))
+
+        return entry
+
+    monkeypatch.setattr(op.runtime, "load", load)
+    wanted = []
+
+    def run():
+        _, tokens, _ = inputs((70, 5, 130), 2, 4)
+        tokens = {name: x.clone() for name, x in tokens.items()}
+        wanted.append((threading.get_ident(), tokens["k"].data_ptr()))
+        barrier.wait()
+        for _ in range(5):
+            chunk_gated_delta_rule(**tokens)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 4 * 5 * 2 and set(told) == set(wanted)
