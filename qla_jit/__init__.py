@@ -24,6 +24,7 @@ _EXPORTS = {
     "workspace_bytes": "workspace",
     "chunk_gated_delta_rule": "api",
     "window_share_of": "gates",
+    "WindowShare": "gates",
     "open_db": "db",
     "QlaError": "errors",
     "ConfigError": "errors",

@@ -45,10 +45,14 @@ class Activation:
             q, k = _L2Norm.apply(q), _L2Norm.apply(k)
         if self.beta_scale is not None:
             beta = self.beta_scale * _wide(beta).sigmoid()
-        if self.a_log is not None:
-            g = _wide(g) if self.dt_bias is None else _wide(g) + self.dt_bias
-            g = -_wide(self.a_log).exp() * F.softplus(g)
-        return q, k, g, beta
+        return q, k, self.decays(g), beta
+
+    def decays(self, g: torch.Tensor) -> torch.Tensor:
+        """g as `apply` has it."""
+        if self.a_log is None:
+            return g
+        g = _wide(g) if self.dt_bias is None else _wide(g) + self.dt_bias
+        return -_wide(self.a_log).exp() * F.softplus(g)
 
 
 CAST = Activation()

@@ -17,6 +17,7 @@ from .activation import CAST, Activation
 from .argument_checks import DTYPES, check_gate_parameters
 from .chunk_form import chunk_form
 from .errors import GradientError, InputError, UnsupportedError
+from .gates import WindowShare
 from .segments import DEFAULT_WINDOW, EXACT
 from .state_checks import check_pool_rows
 from .validate import Call, validate
@@ -46,7 +47,7 @@ def chunk_gated_delta_rule(
     *,
     auto_cp: bool = True,
     window: str | float = DEFAULT_WINDOW,
-    window_share: float | None = None,
+    window_share: float | WindowShare | None = None,
     state_dtype: torch.dtype | None = None,
     backward: str = "kernel",
     out: torch.Tensor | None = None,
@@ -79,8 +80,8 @@ def chunk_gated_delta_rule(
     by default a tolerance far below what 16-bit products round by.  Without a split, and with allow_neg_eigval, whose
     windows the gates alone do not bound, nothing is forgotten.
     window_share: of the value heads, in [0, 1], those whose gates decay so that windows hold, where that is known
-    (`window_share_of` some gates).  It decides how a batch is split, and results by rounding alone.  None expects most
-    heads to decay.
+    (`window_share_of` some gates); or a `WindowShare` of the layer, which learns it from the calls it is passed to.  It
+    decides how a batch is split, and results by rounding alone.  None expects most heads to decay.
     backward: "kernel", or "chunk_form" to run PyTorch's slow chunk form on CUDA when a gradient is needed: of a second
     order, or where no kernel computes it (V = 256, checkpoints).
     out, final_state_out: o (``[B, T, HV, V]``, q's dtype) and the final state (state_dtype; may be initial_state) are
@@ -124,6 +125,9 @@ def chunk_gated_delta_rule(
         raise InputError(
             f"`workspace is a qla_jit.Workspace` must hold, but got {type(workspace).__name__}; make one per stream."
         )
+    layer = window_share if isinstance(window_share, WindowShare) else None
+    if layer is not None:
+        window_share = layer.value if torch.compiler.is_compiling() else layer.known()
     activation = None
     if use_qk_l2norm_in_kernel or use_beta_sigmoid_in_kernel or gate:
         a_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if gate else (None, None)
@@ -148,6 +152,9 @@ def chunk_gated_delta_rule(
 
     if gate:
         check_gate_parameters(activation.a_log, activation.dt_bias, v)
+    if layer is not None:
+        with torch.no_grad():
+            layer.look(g, EXACT if allow_neg_eigval else call.window, (activation or CAST).decays)
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or g.requires_grad or beta.requires_grad
         or (initial_state is not None and initial_state.requires_grad)
