@@ -78,7 +78,7 @@ class Sweep:
 
     def run(self) -> Report:
         units = [unit for group in self.groups for unit in group]
-        report = Report(units, startup_s=self.startup_s)
+        report = Report(units, startup_s=self.startup_s, cards=self.lanes.count)
         self.listener.started(units, self.plan.budget_s)
         try:
             run(SideBySide(self._problems(report)), self.lanes, self.board)

@@ -58,7 +58,7 @@ def sweep_json(report: Report) -> dict:
         "lost_cards": report.lost,
         "trials": len(report.trials),
         "trials_per_minute": report.trials_per_minute and round(report.trials_per_minute, 2),
-        "measuring_share": _measuring_share(report),
+        "measuring_share": report.measuring_share and round(report.measuring_share, 4),
         "units": [
             {
                 "problem": problem_body(unit.problem),
@@ -76,11 +76,6 @@ def sweep_json(report: Report) -> dict:
         ],
         "overall": [row_json(row) for row in report.overall],
     }
-
-
-def _measuring_share(report: Report) -> float | None:
-    busy = sum(t.times.verify_s + t.times.measure_s for t in report.trials)
-    return round(busy / report.seconds, 4) if report.seconds else None
 
 
 def row_json(row: BestRow) -> dict:

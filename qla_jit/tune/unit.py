@@ -61,7 +61,7 @@ class Report:
     """How a sweep ended.
 
     stopped: empty when all was tried, else ``budget``, ``interrupted``, or why no worker can be started.
-    seconds: of wall time, startup_s of them until the cards were ready.
+    seconds: of wall time, startup_s of them until the cards were ready.  cards: that measured side by side.
     lost: why each card that was given up on the way was; the others went on.
     """
 
@@ -70,12 +70,20 @@ class Report:
     stopped: str = ""
     seconds: float = 0.0
     startup_s: float = 0.0
+    cards: int = 1
     lost: list[str] = field(default_factory=list)
 
     @property
     def trials(self) -> list[Trial]:
         """Search trials of this run, in order."""
         return [t for unit in self.units for t in unit.trials[unit.resumed :]]
+
+    @property
+    def measuring_share(self) -> float | None:
+        """Of the cards' time since they were ready, what trials of the search took to verify and measure."""
+        working_s = self.cards * (self.seconds - self.startup_s)
+        busy_s = sum(t.times.verify_s + t.times.measure_s for t in self.trials)
+        return busy_s / working_s if working_s > 0 else None
 
     @property
     def trials_per_minute(self) -> float | None:

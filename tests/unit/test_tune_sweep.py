@@ -24,7 +24,9 @@ from qla_jit.db.jsonl import Recorder
 from qla_jit.errors import ConfigError, DatabaseError, ReplayMissError
 from qla_jit.tune.picture import draw
 from qla_jit.tune.replay import ReplayEvaluator
+from qla_jit.tune.space import enumerate_space
 from qla_jit.tune.sweep import Plan, run_sweep
+from qla_jit.tune.unit import Report, Unit
 from qla_jit.tune.worker import WorkerLostError
 
 HERE = str(Path(__file__).parent)
@@ -242,3 +244,12 @@ def test_picture_of_a_sweep_without_trials_is_still_a_picture(db, tmp_path):
 def test_digest_of_a_row_is_the_template_source_it_was_measured_with(db):
     run_sweep(PLAN, FakeEvaluator(), db)
     assert {row.template_digest for row in db.store.best_rows()} == {DIGEST}
+
+
+def test_rates_count_from_when_the_cards_were_ready():
+    unit = Unit(enumerate_space(problem()), "8192x4", trials=[trial(point(n, 0, "p")) for n in range(3)])
+    report = Report([unit], seconds=16.0, startup_s=6.0, cards=2)
+    assert report.trials_per_minute == 18.0
+    busy_s = sum(t.times.verify_s + t.times.measure_s for t in unit.trials)
+    assert busy_s > 0 and report.measuring_share == pytest.approx(busy_s / 20.0)
+    assert Report([unit]).trials_per_minute is None and Report([unit]).measuring_share is None
