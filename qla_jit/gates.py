@@ -94,7 +94,7 @@ class WindowShare:
             self._host = torch.empty((), dtype=share.dtype, pin_memory=True)
         self._host.copy_(share, non_blocking=True)
         self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self._arrived.record(torch.cuda.current_stream(share.device))  # not that of torch's current card
 
     def _learn(self, share: float) -> None:
         if self.value is None or abs(share - self.value) >= self.LEAST_CHANGE:
