@@ -4,13 +4,16 @@ A plan is a function of host lengths, SM count and rows of the tuning database. 
 sequences with those of a split (`config.Pass`, of a forward or of a backward) for a few segment lengths: those that
 just fill the card, their halves and doubles, and then the neighbours of the best.  Nothing is split where a kernel of
 the split has no cost model, where no sequence is long enough, or where whole sequences already keep all SMs busy.
+
+Where the share of heads that forget is not known, a plan is made for the expected share and one for none at all, and
+the one is taken that loses less where the other is right.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -90,7 +93,7 @@ class SplitPlan:
     """How to run a batch.  chosen: what is predicted fastest, by the margin if it is a split.
 
     alternatives: what else was predicted, the fastest first.  reason: why whole sequences, empty for a split.
-    window_share, warmup_chunks: what was expected of the gates.
+    window_share, warmup_chunks: what was expected of the gates.  caution: why another than the fastest, else empty.
     """
 
     chosen: Alternative
@@ -99,6 +102,7 @@ class SplitPlan:
     sm_count: int
     window_share: float
     warmup_chunks: int
+    caution: str = ""
 
     @property
     def segment_chunks(self) -> int | None:
@@ -126,8 +130,9 @@ def plan_split(
     """The plan for sequences of ``lengths`` tokens on ``sm_count`` SMs.
 
     window: "exact", or the tolerance of windows in (0, 1).  window_share: of the value heads, in [0, 1], those whose
-    gates are known to decay so that windows hold; `EXPECTED_WINDOW_SHARE` if None.  "exact" has no windows, whatever
-    the gates.  Raises InputError for a share or a tolerance outside these.
+    gates are known to decay so that windows hold; if None `EXPECTED_WINDOW_SHARE`, with caution where there are no more
+    than `FEW_SEQUENCES`.  "exact" has no windows, whatever the gates.  Raises InputError for a share or a tolerance
+    outside these.
     """
     share = EXPECTED_WINDOW_SHARE if window_share is None else window_share
     if not 0.0 <= share <= 1.0 or (window != EXACT and not 0.0 < window < 1.0):
@@ -135,8 +140,13 @@ def plan_split(
             f'`0 <= window_share <= 1` and `window` "exact" or in (0, 1) must hold, but got window_share={share} and '
             f"window={window!r}; pass window_share=None where nothing is known about the gates."
         )
-    share, warmup = (0.0, 0) if window == EXACT else (share, expected_warmup_chunks(window))
-    return _Search(models, lengths, sm_count, share, warmup).plan()
+    if window == EXACT:
+        return _Search(models, lengths, sm_count, 0.0, 0).plan()
+    warmup = expected_warmup_chunks(window)
+    search = _Search(models, lengths, sm_count, share, warmup)
+    if window_share is not None or len(lengths) > FEW_SEQUENCES:
+        return search.plan()
+    return search.cautious_plan(_Search(models, lengths, sm_count, 0.0, warmup))
 
 
 class _Search:
@@ -170,6 +180,34 @@ class _Search:
                 return self._plan(fastest, others, "")
             reason = f"no split is predicted more than {MARGIN:.0%} faster"
         return self._plan(whole, tried.values(), reason)
+
+    def cautious_plan(self, exact: _Search) -> SplitPlan:
+        """The plan, or that of ``exact``, the same batch without windows, if that loses less at worst.
+
+        A plan that would lose no more than `MARGIN` is only given up for whole sequences.
+        """
+        found, other = self.plan(), exact.plan()
+        if found.segment_chunks == other.segment_chunks:
+            return found
+        loses = exact._time_us(found.segment_chunks) / other.chosen.total_us - 1
+        costs = self._time_us(other.segment_chunks) / found.chosen.total_us - 1
+        if loses <= costs or (loses <= MARGIN and other.segment_chunks is not None):
+            return found
+        chosen = other.chosen if other.segment_chunks is None else self._alone(other.segment_chunks)
+        others = [a for a in (found.chosen, *found.alternatives) if a.segment_chunks != chosen.segment_chunks]
+        caution = (
+            f"{_name(found.chosen)} would take {max(costs, 0.0):.0%} less with windows on {self._share:.0%} of the "
+            f"value heads, and {loses:.0%} more with none"
+        )
+        return replace(self._plan(chosen, others, other.reason), caution=caution)
+
+    def _time_us(self, segment_chunks: int | None) -> float:
+        return self._whole().total_us if segment_chunks is None else self._alone(segment_chunks).total_us
+
+    def _alone(self, segment_chunks: int) -> Alternative:
+        """A cut, whatever others take."""
+        self._least_us = math.inf
+        return self._split(segment_chunks)
 
     def _plan(self, chosen: Alternative, others: Iterable[Alternative], reason: str) -> SplitPlan:
         ordered = tuple(sorted(others, key=attrgetter("total_us")))
@@ -371,6 +409,8 @@ def describe(plan: SplitPlan, most: int = 5) -> str:
     lines = [f"{_name(chosen)}, predicted {_us(chosen.total_us)}" + (f": {plan.reason}" if plan.reason else "")]
     width = max(len(kernel) for kernel, _, _ in chosen.kernels)
     lines += [f"  {kernel:<{width}} {_us(time_us):>10}  {schedule}" for kernel, schedule, time_us in chosen.kernels]
+    if plan.caution:
+        lines.append(f"  with caution: {plan.caution}")
     if plan.segment_chunks is not None:
         lines.append(
             f"  expected windows: {plan.window_share:.0%} of the value heads, {plan.warmup_chunks} chunks"

@@ -18,7 +18,7 @@ from qla_jit.model.features import MEASURED_WARMUP_CHUNKS, Split, num_ctas, step
 from qla_jit.plan import Option
 from qla_jit.registry import digest, select
 from qla_jit.split_models import SplitModels, split_options
-from qla_jit.split_plan import EXACT, MARGIN, describe, plan_split
+from qla_jit.split_plan import EXACT, FEW_SEQUENCES, MARGIN, _Search, describe, plan_split
 
 SMS = 132
 TOLERANCE = 1e-5
@@ -128,12 +128,12 @@ def test_expected_windows_follow_from_the_tolerance():
 
 def test_a_split_must_be_faster_by_the_margin():
     found = models()
-    plan = plan_split(found, [32768], SMS, TOLERANCE)
+    plan = plan_split(found, [32768], SMS, TOLERANCE, 0.75)
     forward = found.schedules["fused_forward"]
     for factor, is_split in ((1.01, True), (0.99, False)):
         whole_us = factor * plan.chosen.total_us / (1 - MARGIN)
         us_per_chunk = (whole_us - plan.predicted_us["kkt_inverse"]) / 512  # one wave of 512 chunks
-        other = plan_split(models(fused_forward=(Option(forward, us_per_chunk),)), [32768], SMS, TOLERANCE)
+        other = plan_split(models(fused_forward=(Option(forward, us_per_chunk),)), [32768], SMS, TOLERANCE, 0.75)
         assert other.segment_chunks == (plan.segment_chunks if is_split else None)
         assert is_split or "more than 5% faster" in other.reason
 
@@ -310,3 +310,41 @@ def test_text_names_the_choice_the_times_and_what_was_beaten():
     assert whole.startswith("whole sequences, predicted ") and "no cost models" in whole
     assert re.search(r"kkt_inverse +unknown", whole)
     assert "no windows: every value head is exact" in describe(plan_split(models(), [32768], SMS))
+
+
+def regret(found, lengths, segment_chunks, share):
+    """By how much a cut is predicted to be slower than the plan that knows the share."""
+    search = _Search(found, lengths, SMS, share, MEASURED_WARMUP_CHUNKS)
+    plan = search.plan()
+    return search._time_us(segment_chunks) / plan.chosen.total_us - 1
+
+
+def test_without_a_share_the_plan_is_taken_that_loses_less_where_the_other_is_right():
+    draw, found, cautious = random.Random(5), models(), 0
+    for _ in range(60):
+        lengths = [draw.randrange(64, 40000) for _ in range(draw.choice((1, 2, 5, 20)))]
+        plan = plan_split(found, lengths, SMS, TOLERANCE)
+        expected, exact = (plan_split(found, lengths, SMS, TOLERANCE, share) for share in (0.75, 0.0))
+        assert not expected.caution and not exact.caution
+        assert plan.segment_chunks in (expected.segment_chunks, exact.segment_chunks)
+        if not plan.caution:
+            assert plan == expected
+            if plan.segment_chunks != exact.segment_chunks:
+                loses = regret(found, lengths, plan.segment_chunks, 0.0)
+                assert loses <= max(regret(found, lengths, exact.segment_chunks, 0.75), MARGIN)
+            continue
+        cautious += 1
+        assert plan.segment_chunks == exact.segment_chunks != expected.segment_chunks
+        loses, costs = (
+            regret(found, lengths, expected.segment_chunks, 0.0), regret(found, lengths, plan.segment_chunks, 0.75)
+        )  # fmt: skip
+        assert loses > costs and (loses > MARGIN or plan.segment_chunks is None)
+        assert f"{loses:.0%} more with none" in plan.caution and plan.caution in describe(plan)
+        assert plan.window_share == 0.75 and expected.chosen in plan.alternatives
+        assert (plan.reason == "") == (plan.segment_chunks is not None)
+    assert cautious >= 5
+
+
+def test_many_sequences_are_planned_once():
+    lengths = [20000, *[100] * FEW_SEQUENCES]
+    assert plan_split(models(), lengths, SMS, TOLERANCE) == plan_split(models(), lengths, SMS, TOLERANCE, 0.75)
