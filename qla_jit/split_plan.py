@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -51,6 +52,8 @@ MARGIN = 0.05
 #: where more than `FEW` lengths differ, and fewer again of many sequences: there a try takes longer and matters less.
 FACTORS = (0.5, 2.0, 2 / 3, 1.5)
 NEIGHBOURS = (1.4, 1.2, 1.1, 1.05)
+#: Factors that are tried around a length that is near already.
+STEPS = (2.0, 1.4, 1.2, 1.1)
 FEW = 4
 FEW_SEQUENCES = 256
 
@@ -144,9 +147,10 @@ def plan_split(
         return _Search(models, lengths, sm_count, 0.0, 0).plan()
     warmup = expected_warmup_chunks(window)
     search = _Search(models, lengths, sm_count, share, warmup)
-    if window_share is not None or len(lengths) > FEW_SEQUENCES:
-        return search.plan()
-    return search.cautious_plan(_Search(models, lengths, sm_count, 0.0, warmup))
+    found = search.plan()
+    if window_share is None and len(lengths) <= FEW_SEQUENCES and found.segment_chunks is not None:
+        return search.with_caution(found)
+    return found
 
 
 class _Search:
@@ -167,13 +171,17 @@ class _Search:
         self._seen: set[int] = set()
         self._shares: dict[str, list[tuple[Option, tuple[int, int]]]] = {}
         self._least_us = math.inf  # of the splits tried
+        self._whole = self._whole_sequences()
 
-    def plan(self) -> SplitPlan:
-        whole = self._whole()
+    def plan(self, start: int | None = None) -> SplitPlan:
+        whole = self._whole
         tried: dict[int, Alternative] = {}
         reason = self._reason_not_to_split(whole)
         if not reason:
-            self._try_segments(tried)
+            if start is None:
+                self._try_segments(tried)
+            else:
+                self._try_near(start, tried)
             fastest = min(tried.values(), key=attrgetter("total_us"))
             if fastest.total_us < whole.total_us * (1 - MARGIN):
                 others = (found for found in (whole, *tried.values()) if found is not fastest)
@@ -181,12 +189,14 @@ class _Search:
             reason = f"no split is predicted more than {MARGIN:.0%} faster"
         return self._plan(whole, tried.values(), reason)
 
-    def cautious_plan(self, exact: _Search) -> SplitPlan:
-        """The plan, or that of ``exact``, the same batch without windows, if that loses less at worst.
+    def with_caution(self, found: SplitPlan) -> SplitPlan:
+        """``found``, this search's split, or the plan of a batch without windows, if that loses less at worst.
 
         A plan that would lose no more than `MARGIN` is only given up for whole sequences.
         """
-        found, other = self.plan(), exact.plan()
+        exact = copy(self)
+        exact._share, exact._seen, exact._least_us = 0.0, set(), math.inf
+        other = exact.plan(found.segment_chunks)
         if found.segment_chunks == other.segment_chunks:
             return found
         loses = exact._time_us(found.segment_chunks) / other.chosen.total_us - 1
@@ -202,7 +212,7 @@ class _Search:
         return replace(self._plan(chosen, others, other.reason), caution=caution)
 
     def _time_us(self, segment_chunks: int | None) -> float:
-        return self._whole().total_us if segment_chunks is None else self._alone(segment_chunks).total_us
+        return self._whole.total_us if segment_chunks is None else self._alone(segment_chunks).total_us
 
     def _alone(self, segment_chunks: int) -> Alternative:
         """A cut, whatever others take."""
@@ -228,7 +238,7 @@ class _Search:
         """Of the kernels between those that run either way, and their time."""
         return Alternative(segment_chunks, (*self._before, *kernels, *self._after), self._either_us + time_us)
 
-    def _whole(self) -> Alternative:
+    def _whole_sequences(self) -> Alternative:
         kernels = [self._whole_kernel(kernel) for kernel in self._kernels.whole]
         return self._alternative(None, kernels, sum([found.predicted_us or 0.0 for found in kernels]))
 
@@ -325,6 +335,17 @@ class _Search:
             for length in (int(best / step), math.ceil(best * step)):
                 if self._least <= length < longest:
                     self._try(length, tried)
+
+    def _try_near(self, start: int, tried: dict[int, Alternative]) -> None:
+        """From a length up and down as long as that gains, then nearer."""
+        longest = max(self._counts)
+        self._try(start, tried)
+        for step in STEPS:
+            best = min(tried.values(), key=attrgetter("total_us")).segment_chunks
+            for factor in (step, 1 / step):
+                length = round(best * factor)
+                while self._least <= length < longest and self._try(length, tried):
+                    length = round(length * factor)
 
     def _try(self, segment_chunks: int, tried: dict[int, Alternative]) -> bool:
         """Predict a cut; whether that is the fastest split so far."""
