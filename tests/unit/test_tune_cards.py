@@ -122,7 +122,7 @@ def test_each_card_has_a_workload_of_its_own_as_long_as_there_are_as_many(host):
     host.sweep("01", Plan((problem(),), ("8192x4", "1x8192")), delay_s=0.02)
     searched = host.lines(samples=40)
     by_card = [[line[5] for line in searched if line[0] == name] for name in "01"]
-    assert sorted(map(len, by_card)) == [60, 60]
+    assert sum(map(len, by_card)) == 120 and min(map(len, by_card)) >= 50
     changes = [sum(a != b for a, b in zip(of, of[1:])) for of in by_card]
     assert max(changes) <= 1  # at the end, when one workload is done, its card may help the other
 
