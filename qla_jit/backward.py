@@ -25,6 +25,7 @@ from .config import BACKWARD, OpConfig
 from .db import Database, open_db
 from .handles import PerThread
 from .op import Loader, explained
+from .planned import SplitPlan
 from .prepared_backward import Arguments, Gradients, PreparedBackward, Walks, intermediates
 from .schedule import Schedule
 from .segments import EXACT
@@ -32,7 +33,7 @@ from .spec import KernelSpec
 from .split import cut_batch
 from .split_backward import SplitBackward
 from .split_models import SplitModels
-from .split_plan import SplitPlan, plan_split
+from .split_plan import plan_split
 
 #: In the order of their launches where nothing is cut.
 KERNELS = (*BACKWARD.before, *BACKWARD.whole, *BACKWARD.after)

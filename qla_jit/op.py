@@ -18,12 +18,13 @@ from .config import CHUNK_SIZES, DEFAULT_CHUNK_SIZE, FORWARD_KERNELS, SPLIT_KERN
 from .db import Database, Match, open_db
 from .errors import InputError, KernelMissingError, UnsupportedError
 from .handles import PerThread
+from .planned import describe
 from .prepared import Arguments, Checkpoints, PreparedCall
 from .schedule import Schedule
 from .spec import KernelSpec
 from .split import EXACT, SplitForward, cut_batch
 from .split_models import SplitModels
-from .split_plan import describe, plan_split
+from .split_plan import plan_split
 from .workspace import MAX_KEPT_BYTES, Workspace, intermediates, num_bytes
 
 _MAX_CACHED_CHOICES = 1024

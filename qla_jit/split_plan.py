@@ -14,9 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
 
 from .errors import InputError
 from .model.features import (
@@ -41,7 +40,7 @@ from .model.features import (
 )
 from .model.makespan import makespan
 from .plan import Option
-from .schedule import Schedule
+from .planned import Alternative, KernelTime, SplitPlan, name_of
 from .segments import EXACT, least_segment_chunks
 from .split_models import SplitModels
 
@@ -62,65 +61,6 @@ FEW_SEQUENCES = 256
 #: and the chunks of an SM if all had as many.
 Chains = Mapping[int, int]
 Bounded = tuple[float, Option, Chains, tuple[int, int], int, float]
-
-
-class KernelTime(NamedTuple):
-    """A kernel of a plan, its schedule, and the time in µs that its cost model predicts; None where it has none.
-
-    Of kernels behind the first the model's constant does not count: they are launched while the one before ends.
-    """
-
-    kernel: str
-    schedule: Schedule
-    predicted_us: float | None
-
-
-class Alternative(NamedTuple):
-    """One way to run a batch.  segment_chunks: None for whole sequences.  kernels: in launch order.
-
-    total_us: the sum of the predictions, or what the one-wave form says where that is the better one.
-    """
-
-    segment_chunks: int | None
-    kernels: tuple[KernelTime, ...]
-    total_us: float
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whole sequences, the long ones first: `segment_forward` in the place of `fused_forward`."""
-        return self.segment_chunks is None and self.kernels[-1].kernel == "segment_forward"
-
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """How to run a batch.  chosen: what is predicted fastest, by the margin if it is a split.
-
-    alternatives: what else was predicted, the fastest first.  reason: why whole sequences, empty for a split.
-    window_share, warmup_chunks: what was expected of the gates.  caution: why another than the fastest, else empty.
-    """
-
-    chosen: Alternative
-    alternatives: tuple[Alternative, ...]
-    reason: str
-    sm_count: int
-    window_share: float
-    warmup_chunks: int
-    caution: str = ""
-
-    @property
-    def segment_chunks(self) -> int | None:
-        """Chunks of the longest segment, as `split.cut_batch` takes them; None for whole sequences."""
-        return self.chosen.segment_chunks
-
-    @property
-    def schedules(self) -> dict[str, Schedule]:
-        """The schedule of every kernel to launch, in launch order."""
-        return {kernel: schedule for kernel, schedule, _ in self.chosen.kernels}
-
-    @property
-    def predicted_us(self) -> dict[str, float | None]:
-        """Predicted µs of every kernel to launch."""
-        return {kernel: time_us for kernel, _, time_us in self.chosen.kernels}
 
 
 def plan_split(
@@ -206,7 +146,7 @@ class _Search:
         chosen = other.chosen if other.segment_chunks is None else self._alone(other.segment_chunks)
         others = [a for a in (found.chosen, *found.alternatives) if a.segment_chunks != chosen.segment_chunks]
         caution = (
-            f"{_name(found.chosen)} would take {max(costs, 0.0):.0%} less with windows on {self._share:.0%} of the "
+            f"{name_of(found.chosen)} would take {max(costs, 0.0):.0%} less with windows on {self._share:.0%} of the "
             f"value heads, and {loses:.0%} more with none"
         )
         return replace(self._plan(chosen, others, other.reason), caution=caution)
@@ -422,36 +362,3 @@ class _Search:
         (chunks,) = self._counts
         longest = longest_segment(chunks, segment_chunks, self._least)
         return model.predict_us(longest, chunks / longest)
-
-
-def describe(plan: SplitPlan, most: int = 5) -> str:
-    """The plan as text: what is chosen and why, the prediction per kernel, and the ``most`` fastest alternatives."""
-    chosen = plan.chosen
-    lines = [f"{_name(chosen)}, predicted {_us(chosen.total_us)}" + (f": {plan.reason}" if plan.reason else "")]
-    width = max(len(kernel) for kernel, _, _ in chosen.kernels)
-    lines += [f"  {kernel:<{width}} {_us(time_us):>10}  {schedule}" for kernel, schedule, time_us in chosen.kernels]
-    if plan.caution:
-        lines.append(f"  with caution: {plan.caution}")
-    if plan.segment_chunks is not None:
-        lines.append(
-            f"  expected windows: {plan.window_share:.0%} of the value heads, {plan.warmup_chunks} chunks"
-            if plan.warmup_chunks
-            else "  no windows: every value head is exact"
-        )
-    if plan.alternatives:
-        lines.append(f"alternatives on {plan.sm_count} SMs:")
-    for other in plan.alternatives[:most]:
-        parts = ", ".join(f"{kernel} {_us(time_us)}" for kernel, _, time_us in other.kernels)
-        lines.append(f"  {_name(other)}: {_us(other.total_us)} ({parts})")
-    return "\n".join(lines)
-
-
-def _name(found: Alternative) -> str:
-    if found.is_ordered:
-        return "whole sequences, long ones first"
-    chunks = found.segment_chunks
-    return "whole sequences" if chunks is None else f"segments of at most {chunks} chunks"
-
-
-def _us(time_us: float | None) -> str:
-    return "unknown" if time_us is None else f"{time_us:.1f} µs"

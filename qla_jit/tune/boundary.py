@@ -13,9 +13,10 @@ from ..db.records import BestRow, CostModel, Environment
 from ..model.features import MEASURED_TOLERANCE
 from ..model.observation import Observation
 from ..model.split_rows import problem_as
+from ..planned import SplitPlan
 from ..registry import candidates
 from ..split_models import SplitModels
-from ..split_plan import SplitPlan, plan_split
+from ..split_plan import plan_split
 from ..workload import DECAYING_PERCENT, parse
 
 #: Lengths of the plane in tokens, half an octave apart, and its most sequences × heads.

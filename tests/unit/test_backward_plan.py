@@ -11,10 +11,11 @@ from qla_jit.config import BACKWARD, CHECKED_SPLITS, SAME_PROGRAM, OpConfig
 from qla_jit.db import BestRow, CostModel, Database, Environment
 from qla_jit.db.lookup import family
 from qla_jit.model.features import Split, num_ctas, steps
+from qla_jit.planned import describe
 from qla_jit.registry import digest, select
 from qla_jit.split_backward import SplitBackward
 from qla_jit.split_models import SplitModels
-from qla_jit.split_plan import describe, plan_split
+from qla_jit.split_plan import plan_split
 
 SMS = 132
 CARD = Environment("card", "sm90", SMS, "1", "13.0", "0.1", "2.0")

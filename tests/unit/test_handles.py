@@ -6,8 +6,8 @@ No card is needed: handles point anywhere, and the launches record what they wer
 import ctypes
 import threading
 import time
-from types import SimpleNamespace
 
+import pretended_card
 import pytest
 import torch
 
@@ -95,21 +95,11 @@ def launches(monkeypatch):
 
         return entry
 
-    monkeypatch.setattr(op.build, "ensure", lambda spec, store: SimpleNamespace(spec=spec, report={}))
-    monkeypatch.setattr(op.runtime, "load", load)
-    monkeypatch.setattr(dispatch, "_arch_name", lambda index: "sm90")
-    monkeypatch.setattr(dispatch, "_has_several_cards", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
+    pretended_card.pretend(monkeypatch, load)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(validate.Call, "runs_kernels", property(lambda call: not call.is_empty))
-    monkeypatch.setattr(validate, "_calls", {})
-    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
     monkeypatch.setattr(handles, "_has_handles", lambda device: True)
-    for cached in (dispatch.compiled, dispatch.compiled_backward):
-        cached.cache_clear()
     yield seen
-    for cached in (dispatch.compiled, dispatch.compiled_backward):
-        cached.cache_clear()
+    pretended_card.forget_operators()
 
 
 def check(launches, tokens: dict, dims: dict):

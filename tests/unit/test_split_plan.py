@@ -16,9 +16,10 @@ from qla_jit.db.lookup import family
 from qla_jit.errors import InputError
 from qla_jit.model.features import MEASURED_WARMUP_CHUNKS, Split, num_ctas, steps
 from qla_jit.plan import Option
+from qla_jit.planned import describe
 from qla_jit.registry import digest, select
 from qla_jit.split_models import SplitModels, split_options
-from qla_jit.split_plan import EXACT, FEW_SEQUENCES, MARGIN, _Search, describe, plan_split
+from qla_jit.split_plan import EXACT, FEW_SEQUENCES, MARGIN, _Search, plan_split
 
 SMS = 132
 TOLERANCE = 1e-5

@@ -1,8 +1,8 @@
 """Repeated calls on a pretended card: CPU tensors take the way of CUDA tensors, to kernels that record arguments."""
 
 import dataclasses
-from types import SimpleNamespace
 
+import pretended_card
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,17 +34,9 @@ def launches(monkeypatch):
         name = artifact.spec.problem.kernel
         return lambda *args: seen.append((name, dict(zip(launch.ARGUMENTS[name], args, strict=True))))
 
-    monkeypatch.setattr(op.build, "ensure", lambda spec, store: SimpleNamespace(spec=spec, report={}))
-    monkeypatch.setattr(op.runtime, "load", load)
-    monkeypatch.setattr(dispatch, "_arch_name", lambda index: "sm90")
-    monkeypatch.setattr(dispatch, "_has_several_cards", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(validate.Call, "runs_kernels", property(lambda call: not call.is_empty))
-    monkeypatch.setattr(validate, "_calls", {})
-    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
-    dispatch.compiled.cache_clear()
+    pretended_card.pretend(monkeypatch, load)
     yield seen
-    dispatch.compiled.cache_clear()
+    pretended_card.forget_operators()
 
 
 def fused(launches) -> dict:
