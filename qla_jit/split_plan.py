@@ -51,10 +51,10 @@ MARGIN = 0.05
 #: where more than `FEW` lengths differ, and fewer again of many sequences: there a try takes longer and matters less.
 FACTORS = (0.5, 2.0, 2 / 3, 1.5)
 NEIGHBOURS = (1.4, 1.2, 1.1, 1.05)
-#: Factors that are tried around a length that is near already.
-STEPS = (2.0, 1.4, 1.2, 1.1)
 FEW = 4
 FEW_SEQUENCES = 256
+#: Factors that are tried around a length that is near already.
+STEPS = (2.0, 1.4, 1.2, 1.1)
 
 
 #: {length: how many}; and an option with its least time in µs, its chains, how CTAs share them, its CTAs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from ..db.records import Trial
 from ..schedule import Schedule
@@ -17,6 +18,7 @@ from .unit import Unit
 KEY = "race"
 
 
+@dataclass
 class Race:
     """An `Activity`: runs the race unless another host does, whose results it then waits for, until ``end``.
 
@@ -24,59 +26,49 @@ class Race:
     starts.  raced: told of the trials, whoever ran them.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        racers: list[Schedule],
-        topic: str,
-        evaluator: Evaluator,
-        lanes: Lanes,
-        board: Board,
-        end: float | None,
-        begun: Callable[[Unit, Sequence[Schedule]], None],
-        raced: Callable[[Unit, Sequence[Trial]], None],
-    ):
-        self._unit = unit
-        self._racers = racers
-        self._topic = topic
-        self._evaluator = evaluator
-        self._lanes = lanes
-        self._board = board
-        self._end = end
-        self._begun = begun
-        self._raced = raced
-        self.running: dict[Future, list[Schedule]] = {}
-        self._stopping = self._known = False
-        board.enter(topic, ())
+    unit: Unit
+    racers: list[Schedule]
+    topic: str
+    evaluator: Evaluator
+    lanes: Lanes
+    board: Board
+    end: float | None
+    begun: Callable[[Unit, Sequence[Schedule]], None]
+    raced: Callable[[Unit, Sequence[Trial]], None]
+    running: dict[Future, list[Schedule]] = field(default_factory=dict, init=False)
+    _is_over: bool = field(default=False, init=False)  # its trials are known, or nobody waits for them any more
+
+    def __post_init__(self):
+        self.board.enter(self.topic, ())
 
     def advance(self, lanes: int) -> None:
         if self.is_done or self.running:
             return
-        if heard := self._board.news(self._topic):
-            self._known = True
-            self._raced(self._unit, heard[-1])
-        elif self._board.claim(self._topic, KEY):
-            self._begun(self._unit, self._racers)
-            race = self._evaluator.race, self._unit.problem, self._unit.workload, self._racers, ROUNDS
-            self.running[self._lanes.submit(*race)] = self._racers
-        elif self._end is not None and time.monotonic() >= self._end:
-            self._stopping = True
+        if heard := self.board.news(self.topic):
+            self._is_over = True
+            self.raced(self.unit, heard[-1])
+        elif self.board.claim(self.topic, KEY):
+            self.begun(self.unit, self.racers)
+            race = self.evaluator.race, self.unit.problem, self.unit.workload, self.racers, ROUNDS
+            self.running[self.lanes.submit(*race)] = self.racers
+        elif self.end is not None and time.monotonic() >= self.end:
+            self._is_over = True
 
     def finish(self, future: Future) -> None:
         del self.running[future]
         trials = future.result()
-        self._known = True
+        self._is_over = True
         try:
-            self._board.publish(self._topic, KEY, trials)
+            self.board.publish(self.topic, KEY, trials)
         finally:  # a race that two hosts ran is no harm
-            self._raced(self._unit, trials)
+            self.raced(self.unit, trials)
 
     def stop(self) -> None:
-        self._stopping = True
+        self._is_over = True
 
     @property
     def is_done(self) -> bool:
-        return not self.running and (self._stopping or self._known)
+        return self._is_over and not self.running
 
     def close(self) -> None:
         """What was claimed was run."""
