@@ -3,6 +3,7 @@
 
     python tools/split_regret.py measure --out FILE [--batches core,random,backward] [--limit N]      (on a card)
     python tools/split_regret.py report FILE
+    python tools/split_regret.py replan FILE
 
 measure: per batch the operator's time, CUDA-graph median with a cold L2, for whole sequences, for those with the long
 ones first where the plan asks for that, for the segments that it chose, and for segment lengths around them; one JSON
@@ -13,6 +14,9 @@ backward of the layouts and head configurations that training is measured with.
 
 report: regret, the plan's time over the best of its batch; the same of the plan that is told the share of heads with
 windows, and of never splitting.
+
+replan: the same of what would be planned now, by the times in FILE: that of a length that was not measured lies between
+those of its neighbours.  It needs no card.
 """
 
 from __future__ import annotations
@@ -230,6 +234,37 @@ def report(options: argparse.Namespace) -> None:
             print(f"{name}, prediction error: median {statistics.median(errors):.1%}, 90th percentile {ninth:.1%}")
 
 
+def time_of(us: dict[str, float], name: str) -> float | None:
+    """What a choice takes, by `name_of`; None where nothing like it was measured."""
+    if not name.isdigit() or name in us:
+        return us.get(name)
+    length, measured = int(name), sorted((int(other), time_us) for other, time_us in us.items() if other.isdigit())
+    for (below, lower_us), (above, upper_us) in zip(measured, measured[1:]):
+        if below <= length <= above:
+            return lower_us + (upper_us - lower_us) * (length - below) / (above - below)
+    return min(measured, key=lambda other: abs(other[0] - length))[1] if measured else None
+
+
+def replan(options: argparse.Namespace) -> None:
+    from qla_jit.config import BACKWARD, FORWARD, OpConfig
+    from qla_jit.db import open_db
+    from qla_jit.split_models import SplitModels
+
+    rows = [json.loads(line) for line in Path(options.file).read_text(encoding="utf-8").splitlines()]
+    db, found = open_db(), {name: [] for name in ("the plan", "told the share")}
+    for row in rows:
+        kernels = BACKWARD if row.get("pass") == "backward" else FORWARD
+        models = SplitModels.of(OpConfig(*row["heads"], arch="sm90"), db, kernels=kernels)
+        for name, plan in zip(found, plans_of(models, row, options.sm_count)):
+            found[name].append((time_of(row["us"], name_of(plan)), min(row["us"].values()), row["us"]["whole"]))
+    print("| choice | batches | mean regret | worst | against whole sequences, at worst |\n|" + " --- |" * 5)
+    for name, times in found.items():
+        known = [times_us for times_us in times if times_us[0] is not None]
+        lost, slower = ([us[0] / us[i] - 1 for us in known] for i in (1, 2))
+        mean = statistics.fmean(lost)
+        print(f"| {name} | {len(known)} of {len(rows)} | {mean:.1%} | {max(lost):.1%} | {max(slower):+.1%} |")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
@@ -241,6 +276,10 @@ def main(arguments: list[str] | None = None) -> None:
     reporting = verbs.add_parser("report")
     reporting.add_argument("file")
     reporting.set_defaults(run=report)
+    replanning = verbs.add_parser("replan")
+    replanning.add_argument("file")
+    replanning.add_argument("--sm-count", type=int, default=132, help="of the card that FILE was measured on")
+    replanning.set_defaults(run=replan)
     options = parser.parse_args(arguments)
     options.run(options)
 

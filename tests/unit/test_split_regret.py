@@ -49,3 +49,22 @@ def test_report_gives_regret_against_the_best_of_each_row(tool, tmp_path, capsys
     assert "| the plan, told the share of windows | 10.0% | 20.0% |" in said
     assert "| never split | 62.5% | 100.0% |" in said
     assert "at worst +0.0%" in said and "median 10.0%" in said
+
+
+def test_a_length_between_two_that_were_measured_takes_a_time_between_theirs(tool):
+    us = {"whole": 100.0, "8": 60.0, "16": 40.0}
+    for name, want in (("8", 60.0), ("12", 50.0), ("4", 60.0), ("99", 40.0), ("whole", 100.0), ("ordered", None)):
+        assert tool.time_of(us, name) == want
+    assert tool.time_of({"whole": 1.0}, "8") is None
+
+
+def test_replan_judges_what_would_be_planned_now(tool, tmp_path, capsys):
+    batch = {"heads": [2, 8], "lengths": [32768], "percent": 75, "window": tool.WINDOW}
+    us = {"whole": 700.0, "8": 260.0, "32": 160.0, "64": 210.0, "256": 500.0}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(batch | {"us": us}) + "\n" + json.dumps(batch | {"us": us, "pass": "backward"}))
+    tool.main(["replan", str(path)])
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[1].strip() for row in rows] == ["the plan", "told the share"]
+    for row in rows:
+        assert row[2].strip() == "2 of 2" and 0 <= float(row[4].strip(" %")) < 100 and row[5].strip().startswith("-")
