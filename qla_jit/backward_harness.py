@@ -49,10 +49,10 @@ def recompute_state_tensors(problem: Problem, inputs, owned: torch.Tensor) -> tu
         wanted = recompute_state_reference(
             inputs.k, inputs.v, inputs.g, inputs.beta, initial, inputs.cu_host, bool(problem.state_v_first)
         )
-        return {"states": wanted[0], "residuals": wanted[1][0]}
+        return {"states": wanted[0], "effects": wanted[1][0]}
 
     tensors = {
-        "k": inputs.k[0], "v": v, **of_chunks, "initial": initial, "states": states, "residuals": torch.empty_like(v),
+        "k": inputs.k[0], "v": v, **of_chunks, "initial": initial, "states": states, "effects": torch.empty_like(v),
         "has_initial": 1,
     }  # fmt: skip
     return tensors, reference
@@ -82,13 +82,13 @@ def backward_state_tensors(problem: Problem, inputs, owned: torch.Tensor) -> tup
 
 
 def backward_grad_tensors(problem: Problem, inputs, owned: torch.Tensor) -> tuple[dict, Callable]:
-    """(arguments of `backward_grad`, its float64 reference on the very states, residuals and gradients it is given)."""
+    """(arguments of `backward_grad`, its float64 reference on the very states, effects and gradients it is given)."""
     do, dfinal = gradient_of_outputs(inputs)
     of_chunks = chunk_inputs(problem, inputs, owned)
     q, k, g, beta, cu = inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_host
-    states, residuals = recompute_state_reference(k, inputs.v, g, beta, inputs.initial_state, cu)
+    states, effects = recompute_state_reference(k, inputs.v, g, beta, inputs.initial_state, cu)
     dstates, dv, _ = backward_state_reference(q, k, g, beta, do, inputs.scale, dfinal, cu)
-    residuals, dv = residuals.to(do.dtype), dv.to(do.dtype)
+    effects, dv = effects.to(do.dtype), dv.to(do.dtype)
 
     def rounded(x):
         slots = torch.full(x.shape, float("nan"), dtype=do.dtype, device=x.device)
@@ -98,11 +98,11 @@ def backward_grad_tensors(problem: Problem, inputs, owned: torch.Tensor) -> tupl
     states, dstates = rounded(states), rounded(dstates)
 
     def reference():
-        wanted = backward_grad_reference(q, k, g, beta, states, residuals, dstates, dv, do, inputs.scale, cu)
+        wanted = backward_grad_reference(q, k, g, beta, states, effects, dstates, dv, do, inputs.scale, cu)
         return {name: x[0] for name, x in zip(launch.OUTPUTS["backward_grad"], wanted)}
 
     tensors = {
-        "q": q[0], "k": k[0], "beta": beta[0], **of_chunks, "states": states, "residuals": residuals[0],
+        "q": q[0], "k": k[0], "beta": beta[0], **of_chunks, "states": states, "effects": effects[0],
         "dstates": dstates, "dv": dv[0], "do": do[0], "dq": torch.empty_like(q[0]), "dk": torch.empty_like(k[0]),
         "dbeta": torch.empty_like(beta[0]), "dg": torch.empty_like(g[0]), "scale": inputs.scale,
     }  # fmt: skip

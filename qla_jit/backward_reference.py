@@ -84,19 +84,19 @@ def recompute_state_reference(
     state_v_first: bool = False,
     chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state before every chunk, and ``Y = V − diag(γ) K S``.
+    """The state before every chunk, and ``E = U / β = Y − (tril(K Kᵀ, −1)∘Γ) U`` with ``Y = V − diag(γ) K S``.
 
     k: ``[B, T, H, K]``.  v: ``[B, T, HV, V]``.  g (log space), beta: ``[B, T, HV]``.  initial_state:
     ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with state_v_first; zero if None.
 
     Returns float64: states ``[num_slots, HV, V, K]``, transposed and in the slot layout of `ragged`, 0 in slots that no
-    chunk owns; residuals ``[B, T, HV, V]``.
+    chunk owns; effects ``[B, T, HV, V]``.
     """
     batch, tokens, heads, dim_v = v.shape
     cu = cumulative_lengths(batch, tokens, cu_seqlens)
     inverses = kkt_inverse_reference(k, beta, cu, chunk_size)
     states = inverses.new_zeros(len(inverses), heads, dim_v, k.shape[-1])
-    residuals = states.new_zeros(batch * tokens, heads, dim_v)
+    effects = states.new_zeros(batch * tokens, heads, dim_v)
     state = states.new_zeros(heads, k.shape[-1], dim_v)
     for chunk in _chunks(cu, chunk_size, g, k=k, v=v):
         if chunk.tokens.start in cu:
@@ -106,10 +106,11 @@ def recompute_state_reference(
                 state = (initial_state[sequence].mT if state_v_first else initial_state[sequence]).double()
         states[chunk.slot] = state.mT
         y = chunk.rows["v"] - chunk.gamma * (chunk.rows["k"] @ state)
-        residuals[chunk.tokens] = y.transpose(0, 1)
         u = _inverse(inverses, chunk) @ y
+        keys = chunk.rows["k"]
+        effects[chunk.tokens] = (y - ((keys @ keys.mT).tril(-1) * chunk.decay) @ u).transpose(0, 1)
         state = chunk.end * state + (chunk.tail * chunk.rows["k"]).mT @ u
-    return states, residuals.unflatten(0, (batch, tokens))
+    return states, effects.unflatten(0, (batch, tokens))
 
 
 def backward_state_reference(
@@ -161,7 +162,7 @@ def backward_grad_reference(
     g: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    residuals: torch.Tensor,
+    effects: torch.Tensor,
     dstates: torch.Tensor,
     dv: torch.Tensor,
     do: torch.Tensor,
@@ -171,7 +172,7 @@ def backward_grad_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, beta and g from what the other two kernels leave, each chunk by itself.
 
-    With ``E = Y − (tril(K Kᵀ, −1)∘Γ) U``, ``D₁ = dO Eᵀ``, ``D₂ = Z Eᵀ`` and ``κ = tril(K Kᵀ, −1)∘Γ``::
+    With ``D₁ = dO Eᵀ``, ``D₂ = Z Eᵀ`` and ``κ = tril(K Kᵀ, −1)∘Γ``::
 
         dP = scale tril(D₁)∘Γ∘β_col         W = −tril(D₂, −1)∘Γ∘β_col        X = scale tril(Q Kᵀ)∘Γ∘D₁ − κ∘D₂
         dQ = scale diag(γ) dO Sᵀ + dP K      dK = dPᵀ Q + diag(β γ_C/γ) E dSᵀ − diag(γ) Z Sᵀ + (W + Wᵀ) K
@@ -181,7 +182,7 @@ def backward_grad_reference(
     the chunk's last token also gets ``γ_C ⟨S, dS⟩ + Σ β κ'``, and dg is the reverse cumulative sum in the chunk.  M has
     no diagonal because it would enter both sums and cancel.
 
-    q, k: ``[B, T, H, K]``.  g (log space), beta: ``[B, T, HV]``.  states, residuals: of `recompute_state_reference`.
+    q, k: ``[B, T, H, K]``.  g (log space), beta: ``[B, T, HV]``.  states, effects: of `recompute_state_reference`.
     dstates, dv: of `backward_state_reference`.  do: ``[B, T, HV, V]``.
 
     Returns float64 dq, dk ``[B, T, H, K]``, summed over the value heads of a key head, and dbeta, dg ``[B, T, HV]``.
@@ -190,16 +191,15 @@ def backward_grad_reference(
     heads = g.shape[2]
     scale = dim_k**-0.5 if scale is None else scale
     cu = cumulative_lengths(batch, tokens, cu_seqlens)
-    inverses = kkt_inverse_reference(k, beta, cu, chunk_size)
     rows = batch * tokens
-    dq, dk = (inverses.new_zeros(rows, heads, dim_k) for _ in range(2))
-    dbeta, dg = (inverses.new_zeros(rows, heads) for _ in range(2))
-    for chunk in _chunks(cu, chunk_size, g, q=q, k=k, beta=beta[..., None], y=residuals, z=dv, do=do):
-        queries, keys, b, y, z, dout = (chunk.rows[name] for name in ("q", "k", "beta", "y", "z", "do"))
+    zeros = lambda *shape: torch.zeros(shape, dtype=torch.float64, device=q.device)
+    dq, dk = (zeros(rows, heads, dim_k) for _ in range(2))
+    dbeta, dg = (zeros(rows, heads) for _ in range(2))
+    for chunk in _chunks(cu, chunk_size, g, q=q, k=k, beta=beta[..., None], e=effects, z=dv, do=do):
+        queries, keys, b, e, z, dout = (chunk.rows[name] for name in ("q", "k", "beta", "e", "z", "do"))
         state, dstate = states[chunk.slot].double(), dstates[chunk.slot].double()  # transposed: [HV, V, K]
         gamma, decay = chunk.gamma, chunk.decay
         overlap = (keys @ keys.mT).tril(-1) * decay
-        e = y - overlap @ (_inverse(inverses, chunk) @ y)
         d1, d2 = dout @ e.mT, z @ e.mT
         dp = scale * d1 * decay * b.mT
         w = -(d2.tril(-1) * decay * b.mT)
@@ -239,9 +239,9 @@ def backward_reference(
 ) -> tuple[torch.Tensor, ...]:
     """The three kernels one after another: gradients of q, k, v, g, beta and the initial state; arguments as above."""
     layout = dict(cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    states, residuals = recompute_state_reference(k, v, g, beta, initial_state, state_v_first=state_v_first, **layout)
+    states, effects = recompute_state_reference(k, v, g, beta, initial_state, state_v_first=state_v_first, **layout)
     dstates, dv, dinitial = backward_state_reference(
         q, k, g, beta, do, scale, dfinal, state_v_first=state_v_first, **layout
     )
-    dq, dk, dbeta, dg = backward_grad_reference(q, k, g, beta, states, residuals, dstates, dv, do, scale, **layout)
+    dq, dk, dbeta, dg = backward_grad_reference(q, k, g, beta, states, effects, dstates, dv, do, scale, **layout)
     return dq, dk, dv, dg, dbeta, dinitial

@@ -48,25 +48,25 @@ ARGUMENTS = {
         "final", "checkpoints", "o", "scale", "has_initial", "has_final", "chunks_per_checkpoint",
     ),
     "recompute_state": (
-        "k", "v", "a", "log_gates", "bounds", "initial", "states", "residuals", "has_initial",
+        "k", "v", "a", "log_gates", "bounds", "initial", "states", "effects", "has_initial",
     ),
     "backward_state": (
         "q", "k", "do", "a", "log_gates", "bounds", "dfinal", "dinitial", "dstates", "dv", "scale", "has_dfinal",
         "has_dinitial",
     ),
     "backward_grad": (
-        "q", "k", "beta", "a", "log_gates", "bounds", "states", "residuals", "dstates", "dv", "do", "dq", "dk", "dbeta",
-        "dg", "scale",
+        "q", "k", "beta", "log_gates", "bounds", "states", "effects", "dstates", "dv", "do", "dq", "dk", "dbeta", "dg",
+        "scale",
     ),
     "segment_recompute": (
-        "k", "v", "a", "log_gates", "bounds", "segments", "starts", "initial", "states", "residuals", "has_initial",
+        "k", "v", "a", "log_gates", "bounds", "segments", "starts", "initial", "states", "effects", "has_initial",
     ),
     "segment_gradient": (
         "q", "k", "do", "a", "log_gates", "bounds", "segments", "turns", "dfinal", "ends", "dv", "scale", "has_dfinal",
         "log_tolerance",
     ),
     "segment_gradient_correct": (
-        "first_segments", "cut_sequences", "ends", "decays", "bounds", "segments", "residuals", "dv",
+        "first_segments", "cut_sequences", "ends", "decays", "bounds", "segments", "effects", "dv",
     ),
     "segment_backward": (
         "q", "k", "do", "a", "log_gates", "bounds", "segments", "ends", "dfinal", "dinitial", "dstates", "dv", "scale",
@@ -80,10 +80,10 @@ OUTPUTS = {
     "segment_state": ("starts", "decays", "o"),
     "segment_correct": ("o",),
     "segment_forward": ("o", "final"),
-    "recompute_state": ("states", "residuals"),
+    "recompute_state": ("states", "effects"),
     "backward_state": ("dstates", "dv", "dinitial"),
     "backward_grad": ("dq", "dk", "dbeta", "dg"),
-    "segment_recompute": ("states", "residuals"),
+    "segment_recompute": ("states", "effects"),
     "segment_gradient": ("ends", "dv"),
     "segment_gradient_correct": ("dv",),
     "segment_backward": ("dstates", "dv", "dinitial"),

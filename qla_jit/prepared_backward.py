@@ -36,12 +36,12 @@ class Walks(NamedTuple):
 
 
 def intermediates(problem: Problem, num_tokens: int, num_sequences: int) -> Layout:
-    """``a``, ``log_gates``, ``states``, ``dstates`` and ``residuals`` (`launch`); problem: of `backward_state`."""
+    """``a``, ``log_gates``, ``states``, ``dstates`` and ``effects`` (`launch`); problem: of `backward_state`."""
     dtype, heads = torch_dtype(problem.dtype), problem.num_value_heads
     slots = num_slots(num_tokens, num_sequences, problem.chunk_size)
     states = (slots, heads, problem.head_dim_v, problem.head_dim_k), dtype
-    residuals = (num_tokens, heads, problem.head_dim_v), dtype
-    return (*workspace.intermediates(problem, num_tokens, num_sequences), states, states, residuals)
+    effects = (num_tokens, heads, problem.head_dim_v), dtype
+    return (*workspace.intermediates(problem, num_tokens, num_sequences), states, states, effects)
 
 
 class Arguments:
@@ -92,7 +92,7 @@ class PreparedBackward:
         """Launch the kernels on torch's current stream; arguments as of `CompiledBackward`, but tensors by token in any
         shape of as many tokens."""
         at, walks, absent = self.arguments.value, self.walks, self.absent
-        memory, (a, log_gates, states, dstates, residuals, *scratch) = at.block.allocate()  # kept until all is launched
+        memory, (a, log_gates, states, dstates, effects, *scratch) = at.block.allocate()  # kept until all is launched
         q_in, k_in, v_in, beta_in, do_in = at.q(q), at.k(k), at.v(v), at.beta(beta), at.do(do)
         self.kkt_inverse(k_in, beta_in, at.g(g), bounds, a, log_gates)
         # What later kernels write is allocated from here on, while the card is at work.
@@ -103,7 +103,7 @@ class PreparedBackward:
             dinitial = absent.new_empty(self.state_shape)
         dv_out = at.dv(dv)
         if isinstance(walks, Walks):
-            walks.recompute_state(k_in, v_in, a, log_gates, bounds, initial, states, residuals, has_initial)
+            walks.recompute_state(k_in, v_in, a, log_gates, bounds, initial, states, effects, has_initial)
             walks.backward_state(
                 q_in, k_in, do_in, a, log_gates, bounds, final, dinitial, dstates, dv_out, scale, has_dfinal,
                 int(needs_dinitial),
@@ -111,11 +111,11 @@ class PreparedBackward:
         else:
             walks(
                 q_in, k_in, v_in, do_in, a, log_gates, bounds, self.state_rows, initial, final, dinitial, states,
-                residuals, dstates, dv_out, scale, has_initial, has_dfinal, int(needs_dinitial), *scratch,
+                effects, dstates, dv_out, scale, has_initial, has_dfinal, int(needs_dinitial), *scratch,
             )  # fmt: skip
         dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
         self.backward_grad(
-            q_in, k_in, beta_in, a, log_gates, bounds, states, residuals, dstates, dv_out, do_in, at.dq(dq), at.dk(dk),
+            q_in, k_in, beta_in, log_gates, bounds, states, effects, dstates, dv_out, do_in, at.dq(dq), at.dk(dk),
             at.dbeta(dbeta), at.dg(dg), scale,
         )  # fmt: skip
         return Gradients(dq, dk, dv, dg, dbeta, dinitial if needs_dinitial else None)

@@ -2,11 +2,11 @@
 
 | kernel                     | leaves                                                                                |
 | -------------------------- | ------------------------------------------------------------------------------------- |
-| `segment_state`            | S* of segments, and D of those that either correction needs, in rows of `residuals`   |
+| `segment_state`            | S* of segments, and D of those that either correction needs, in rows of `effects`   |
 | `segment_correct`          | the states that segments start from, there                                            |
 | `segment_gradient`         | dS* of segments, in rows of `dv`                                                      |
 | `segment_gradient_correct` | the gradients of the states that leave segments, there                                |
-| `segment_recompute`        | states before every chunk, and residuals                                              |
+| `segment_recompute`        | states before every chunk, and effects                                              |
 | `segment_backward`         | gradients of the states that leave every chunk, of V and of initial states            |
 
 The rows are those of `split`; each is overwritten by the segment that reads it, after it has (docs/splitting.md).
@@ -46,7 +46,7 @@ class SplitBackward:
         self.scratch: Layout = ((shape, torch.int32), (shape, torch.int32), (shape, torch.float32))
 
     def __call__(
-        self, q, k, v, do, a, log_gates, bounds, sequence_rows, initial, dfinal, dinitial, states, residuals, dstates,
+        self, q, k, v, do, a, log_gates, bounds, sequence_rows, initial, dfinal, dinitial, states, effects, dstates,
         dv, scale, has_initial, has_dfinal, has_dinitial, starts, ends, decays,
     ) -> None:  # fmt: skip
         """Tensors as `launch` lists them for the two kernels that this stands for; sequence_rows: 0 … N − 1; starts,
@@ -57,15 +57,15 @@ class SplitBackward:
         tables.use()
         table, turns, corrected = tables.segments, tables.turns, (tables.first_segments, tables.corrected)
         state(
-            k, v, a, log_gates, turns, sequence_rows, initial, starts, decays, residuals, has_initial,
+            k, v, a, log_gates, turns, sequence_rows, initial, starts, decays, effects, has_initial,
             self._log_tolerance, 1,
         )  # fmt: skip
         if tables.needs_correction:
-            correct(*corrected, starts, decays, bounds, table, residuals)
+            correct(*corrected, starts, decays, bounds, table, effects)
         gradient(q, k, do, a, log_gates, bounds, table, turns, dfinal, ends, dv, scale, has_dfinal, self._log_tolerance)
         if tables.needs_correction:
-            gradient_correct(*corrected, ends, decays, bounds, table, residuals, dv)
-        recompute(k, v, a, log_gates, bounds, table, starts, initial, states, residuals, has_initial)
+            gradient_correct(*corrected, ends, decays, bounds, table, effects, dv)
+        recompute(k, v, a, log_gates, bounds, table, starts, initial, states, effects, has_initial)
         backward(
             q, k, do, a, log_gates, bounds, table, ends, dfinal, dinitial, dstates, dv, scale, has_dfinal, has_dinitial
         )

@@ -1,9 +1,9 @@
 """Gradients of Q, K, β and the gates of one (chunk, key head) on Hopper, warp-specialised.
 
 From what the other kernels of the backward leave of every value head of the key head, the state S before the chunk,
-Y = V − diag(γ) K S, the gradient dS of the state that leaves it, and Z = dV; L = tril(K Kᵀ, −1), and E = U / β:
+E = U / β, the gradient dS of the state that leaves it, and Z = dV; L = tril(K Kᵀ, −1):
 
-    E = ((I − L Ã)∘Γ) Y      D₁ = dO Eᵀ      D₂ = Z Eᵀ      X = scale tril(Q Kᵀ)∘Γ∘D₁ − L∘Γ∘D₂
+    D₁ = dO Eᵀ      D₂ = Z Eᵀ      X = scale tril(Q Kᵀ)∘Γ∘D₁ − L∘Γ∘D₂
     dP = scale tril(D₁)∘Γ diag(β)           W = −tril(D₂, −1)∘Γ diag(β)       M = tril(X, −1) diag(β)
     dQ = Σ scale diag(γ) dO Sᵀ + dP K        dK = Σ dPᵀ Q + diag(β γ_C/γ) E dSᵀ − diag(γ) Z Sᵀ + (W + Wᵀ) K
     dβ = column sums of X + κ               κ = γ_C/γ · row dots of K with E dSᵀ
@@ -16,22 +16,21 @@ depend on the order in which CTAs run.
 
 | role     | warps | per value head, in order                                   | waits for       | signals         |
 | -------- | ----- | ---------------------------------------------------------- | --------------- | --------------- |
-| load     | 1     | TMA K, Q (a chunk); Ã without its zero quarter, Y; dO; S;  | tile_free       | tile_full       |
-|          |       | Z; dS                                                      |                 |                 |
+| load     | 1     | TMA K, Q (a chunk); E; dO; S; Z; dS                        | tile_free       | tile_full       |
 | gates    | 1     | gates and β of the next head; dβ and dg of this one        | sums_full       | gates_full      |
 | dots     | 2     | ⟨S, dS⟩                                                    | s, ds           | s, ds           |
-| products | 4     | K Kᵀ; L Ã; E tile; Q Kᵀ, D₁ → dP tile; D₂ → W + Wᵀ tile;   | ay, do, z       | ay, do, z       |
-|          |       | sums of X and M                                            | e/dp_free       | e/dp/w_full     |
+| products | 4     | Q Kᵀ, D₁ → dP tile; K Kᵀ, D₂ → W + Wᵀ tile; sums of X, M   | e, do, z        | e, do, z        |
+|          |       |                                                            | dp_free         | dp/w_full       |
 | dq       | 4     | dO Sᵀ and its dots with Q; dP K                            | do, s, dp_full  | do, s, dp_free  |
-| dk       | 4     | Z Sᵀ, E dSᵀ and their dots with K; dPᵀ Q; (W + Wᵀ) K       | z, s, ds        | z, s, ds        |
-|          |       |                                                            | e/dp/w_full     | e/dp_free (W's) |
+| dk       | 4     | Z Sᵀ, E dSᵀ and their dots with K; dPᵀ Q; (W + Wᵀ) K       | z, s, e, ds     | z, s, e, ds     |
+|          |       |                                                            | dp/w_full       | dp_free (W's)   |
 
-Stages: K with Q `stages_kq`; Ã with Y `stages_ay`; dO `stages_do`; gates with the sums of a head two; all else one.
+Stages: K with Q `stages_kq`; E `stages_e`; dO `stages_do`; gates with the sums of a head two; all else one.
 The last two columns name what the load warp brings by its tiles; every role also waits for `gates_full`, arrives at
 `sums_full` when it has left its sums of a head and needs the head's gates no more, and at the free barrier of K and Q
-after the last head.  In a partial chunk the load warp clears the rows past the end before it passes a tile on; Ã is
-zero there, and β is taken as 0.  All exchange between threads goes through mbarriers, and, in `products`, named
-barrier 2, as its products read all rows of E.  Products, registers and ptxas' rules as in `fused_forward_sm90`.
+after the last head.  In a partial chunk the load warp clears the rows past the end before it passes a tile on, and β is
+taken as 0 there.  All exchange between threads goes through mbarriers.  Products, registers and ptxas' rules as in
+`fused_forward_sm90`.
 """
 
 from qla_jit.config import Problem
@@ -50,7 +49,7 @@ REGISTERS = ("40/192/136/144", "40/184/144/144")
 PARAMETERS = (
     Parameter("chunks_per_cta", (1, 2, 4), 2, "slots whose chunks a CTA has one after another"),
     Parameter("stages_kq", (1, 2), 2, "K and Q stages; two load the next chunk's while this one ends"),
-    Parameter("stages_ay", (1, 2), 1, "stages of the inverse and the residuals Y"),
+    Parameter("stages_e", (1, 2), 2, "E stages"),
     Parameter("stages_do", (1, 2), 1, "dO stages"),
     Parameter("registers", REGISTERS, REGISTERS[0], "registers per thread of load, products, dq and dk"),
 )
@@ -60,7 +59,7 @@ def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
     """Warp groups in thread order; `prim_func` branches on this table."""
     load, products, dq, dk = (int(n) for n in schedule["registers"].split("/"))
     return (
-        Role("products", 4, products, "what is [C, C]: E, dP, W, sums of X"),
+        Role("products", 4, products, "what is [C, C]: dP, W, sums of X"),
         Role("dq", 4, dq, "dO Sᵀ, dP K"),
         Role("dk", 4, dk, "Z Sᵀ, E dSᵀ, dPᵀ Q, (W + Wᵀ) K"),
         Role("load", 4, load, "warp 0: TMA loads; warp 1: gates, dβ, dg; warps 2 and 3: ⟨S, dS⟩"),
@@ -69,17 +68,15 @@ def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
 
 def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
     c, dk, dv = problem.chunk_size, problem.head_dim_k, problem.head_dim_v
-    kq, ay = schedule["stages_kq"], schedule["stages_ay"]
+    kq = schedule["stages_kq"]
     return (
         SharedBuffer("k", kq * c * dk, 2),
         SharedBuffer("q", kq * c * dk, 2),
-        SharedBuffer("a", ay * c * c, 2),
-        SharedBuffer("y", ay * c * dv, 2),
+        SharedBuffer("e", schedule["stages_e"] * c * dv, 2),
         SharedBuffer("do", schedule["stages_do"] * c * dv, 2),
         SharedBuffer("z", c * dv, 2),
         SharedBuffer("s", dv * dk, 2),
         SharedBuffer("ds", dv * dk, 2),
-        SharedBuffer("e", c * dv, 2),
         SharedBuffer("dp", c * c, 2),
         SharedBuffer("w", c * c, 2),
         SharedBuffer("gates", HEAD_STAGES * Gate.COUNT * c, 4),
@@ -89,28 +86,27 @@ def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
 
 
 def tile_stages(schedule: Schedule) -> tuple[int, ...]:
-    """Stages of the rings that the load warp fills: K with Q, Ã with Y, dO, Z, S, dS."""
-    return schedule["stages_kq"], schedule["stages_ay"], schedule["stages_do"], 1, 1, 1
+    """Stages of the rings that the load warp fills: K with Q, E, dO, Z, S, dS."""
+    return schedule["stages_kq"], schedule["stages_e"], schedule["stages_do"], 1, 1, 1
 
 
 def barriers(problem: Problem, schedule: Schedule) -> int:
-    """mbarriers of a CTA: full and free of each ring, E and dP; W; gates and sums; one for partial chunks."""
-    return 2 * (sum(tile_stages(schedule)) + 2 + HEAD_STAGES) + 2
+    """mbarriers of a CTA: full and free of each ring and of dP; W; gates and sums; one for partial chunks."""
+    return 2 * (sum(tile_stages(schedule)) + 1 + HEAD_STAGES) + 2
 
 
 def work(problem: Problem, schedule: Schedule) -> Work:
     c, dk, dv, group = problem.chunk_size, problem.head_dim_k, problem.head_dim_v, problem.group_size
-    square = 2 * c * c * (3 * dk + 3 * dv) + 2 * c**3  # K Kt twice, Q Kt; E, D1, D2; L A
+    square = 2 * c * c * (2 * dk + 2 * dv)  # K Kt, Q Kt; D1, D2
     flops = square + 2 * c * dk * dv * 3 + 2 * c * c * dk * 3  # dO St, Z St, E dSt; dP K, dPt Q, (W + Wt) K
-    inverse = 2 * c * c * 3 // 4  # without its zero quarter
-    read = 2 * 3 * c * dv + 2 * 2 * dk * dv + inverse + 2 * 4 * c + 2 * 2 * c * dk // group
+    read = 2 * 3 * c * dv + 2 * 2 * dk * dv + 2 * 4 * c + 2 * 2 * c * dk // group
     return Work(flops=flops, bytes_read=read, bytes_written=2 * 2 * c * dk // group + 2 * 4 * c)
 
 
 def adapt(problem: Problem, schedule: Schedule) -> Schedule:
-    """Where the head dims leave room, the next head's inverse, Y and dO are loaded ahead."""
+    """Where the head dims leave room, the next head's dO is loaded ahead, too."""
     if problem.head_dim_k * problem.head_dim_v <= 64 * 128:
-        return schedule.replace(stages_ay=2, stages_do=2)
+        return schedule.replace(stages_do=2)
     return schedule
 
 
@@ -129,9 +125,9 @@ def prim_func(problem: Problem, schedule: Schedule):
 
     C, DK, DV = problem.chunk_size, problem.head_dim_k, problem.head_dim_v
     H, HV, GROUP = problem.num_heads, problem.num_value_heads, problem.group_size
-    SLOTS, (KQ, AY, DO, *_) = schedule["chunks_per_cta"], tile_stages(schedule)
+    SLOTS, (KQ, ES, DO, *_) = schedule["chunks_per_cta"], tile_stages(schedule)
     # Places of the rings in `tile_full` and `tile_free`; the last of `tile_full` is of tiles of a partial chunk.
-    first_kq, first_ay, first_do, z_tile, s_tile, ds_tile, partial = (
+    first_kq, first_e, first_do, z_tile, s_tile, ds_tile, partial = (
         sum(tile_stages(schedule)[:i]) for i in range(len(tile_stages(schedule)) + 1)
     )
     dtype = problem.dtype
@@ -146,67 +142,32 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_bounds = T.dynamic("num_bounds")
 
     @T.macro
-    def run_products(chunks, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
-                     e_full, e_free, dp_full, dp_free, w_full, gates_full, sums_full):  # fmt: skip
+    def run_products(chunks, scale, k_s, q_s, e_s, do_s, z_s, dp_s, w_s, gates, sums, tile_full, tile_free,
+                     dp_full, dp_free, w_full, gates_full, sums_full):  # fmt: skip
         decay = T.alloc_local((C * C // 128,), "float32")  # Γ, as accumulators
         overlap = T.alloc_fragment((C, C), "float32")  # K Kᵀ
-        operand = T.alloc_fragment((C, C), dtype)
-        inverse = T.alloc_fragment((C, C), "float32")  # L Ã
-        e_left = T.alloc_fragment((C, 64), "float32")
-        e_right = T.alloc_fragment((C, 64), "float32")
         x = T.alloc_fragment((C, C), "float32")  # Q Kᵀ, then X
         d1 = T.alloc_fragment((C, C), "float32")
         d2 = T.alloc_fragment((C, C), "float32")
-        for i in T.unroll(AY):  # the quarter of Ã above the diagonal, which is not loaded
-            T.call_extern("handle", "qla::clear_units", T.access_ptr(a_s[i, 0, C // 2], "w"))
-        T.fence_proxy_async()
-        T.sync_threads(2, 128)
         for chunk in T.serial(chunks[3 * SLOTS]):
             kq = chunk % KQ
             T.barrier_wait(tile_full[first_kq + kq], (chunk // KQ) % 2)
             for r in T.serial(GROUP):
                 i = chunk * GROUP + r
-                ay, do, head = i % AY, i % DO, i % HEAD_STAGES
-                T.call_extern("handle", "qla::forget", overlap.data)
-                T.wgmma_gemm(k_s[kq, :, :], k_s[kq, :, :], overlap, transpose_B=True, clear_accum=True, policy=rows)
+                ee, do, head = i % ES, i % DO, i % HEAD_STAGES
+                T.call_extern("handle", "qla::forget", x.data)
+                T.wgmma_gemm(q_s[kq, :, :], k_s[kq, :, :], x, transpose_B=True, clear_accum=True, policy=rows)
                 T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)
                 T.call_extern(
                     "handle", "qla::decay_factors", decay.data, T.access_ptr(gates[head, Gate.LOG_GAMMA, 0], "r")
                 )
-                T.wait_wgmma(0)
-                T.call_extern("handle", "qla::strictly_lower_operand", overlap.data, operand.data)
-                T.barrier_wait(tile_full[first_ay + ay], (i // AY) % 2)
-                T.call_extern("handle", "qla::forget", inverse.data)
-                T.wgmma_gemm(operand, a_s[ay, :, :], inverse, clear_accum=True, policy=rows)
-                T.wait_wgmma(0)
-                T.call_extern("handle", "qla::unit_lower_operand", inverse.data, decay.data, operand.data)
-                T.call_extern("handle", "qla::forget", e_left.data)
-                T.wgmma_gemm(operand, y_s[ay, :, 0:64], e_left, clear_accum=True, policy=rows)
-                if DV == 128:
-                    T.call_extern("handle", "qla::forget", e_right.data)
-                    T.wgmma_gemm(operand, y_s[ay, :, 64:128], e_right, clear_accum=True, policy=rows)
-                    T.barrier_wait(e_free[0], (i + 1) % 2)
-                    T.wait_wgmma(1)
-                    T.call_extern("handle", "qla::store_rounded", e_left.data, T.access_ptr(e_s[0, 0], "w"), 0)
-                else:
-                    T.barrier_wait(e_free[0], (i + 1) % 2)
-                T.wait_wgmma(0)
-                T.barrier_arrive(tile_free[first_ay + ay])
-                T.call_extern(
-                    "handle", "qla::store_rounded", (e_right if DV == 128 else e_left).data,
-                    T.access_ptr(e_s[0, 0], "w"), DV - 64,
-                )  # fmt: skip
-                T.fence_proxy_async()
-                T.sync_threads(2, 128)
-                T.barrier_arrive(e_full[0])
-                T.call_extern("handle", "qla::forget", x.data)
-                T.wgmma_gemm(q_s[kq, :, :], k_s[kq, :, :], x, transpose_B=True, clear_accum=True, policy=rows)
+                T.barrier_wait(tile_full[first_e + ee], (i // ES) % 2)
                 T.barrier_wait(tile_full[first_do + do], (i // DO) % 2)
                 T.call_extern("handle", "qla::forget", d1.data)
-                T.wgmma_gemm(do_s[do, :, :], e_s, d1, transpose_B=True, clear_accum=True, policy=rows)
+                T.wgmma_gemm(do_s[do, :, :], e_s[ee, :, :], d1, transpose_B=True, clear_accum=True, policy=rows)
                 T.barrier_wait(tile_full[z_tile], i % 2)
                 T.call_extern("handle", "qla::forget", d2.data)
-                T.wgmma_gemm(z_s[0, :, :], e_s, d2, transpose_B=True, clear_accum=True, policy=rows)
+                T.wgmma_gemm(z_s[0, :, :], e_s[ee, :, :], d2, transpose_B=True, clear_accum=True, policy=rows)
                 T.barrier_wait(dp_free[0], (i + 1) % 2)
                 T.wait_wgmma(1)
                 T.barrier_arrive(tile_free[first_do + do])
@@ -219,7 +180,7 @@ def prim_func(problem: Problem, schedule: Schedule):
                 T.call_extern("handle", "qla::forget", overlap.data)
                 T.wgmma_gemm(k_s[kq, :, :], k_s[kq, :, :], overlap, transpose_B=True, clear_accum=True, policy=rows)
                 T.wait_wgmma(0)
-                T.barrier_arrive(e_free[0])
+                T.barrier_arrive(tile_free[first_e + ee])
                 T.barrier_arrive(tile_free[z_tile])
                 T.call_extern(
                     "handle", "qla::store_key_gradient", x.data, overlap.data, d2.data, decay.data,
@@ -293,7 +254,7 @@ def prim_func(problem: Problem, schedule: Schedule):
 
     @T.macro
     def run_dk(chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full, tile_free,
-               e_full, e_free, dp_full, dp_free, w_full, gates_full, sums_full):  # fmt: skip
+               dp_full, dp_free, w_full, gates_full, sums_full):  # fmt: skip
         gradient = T.alloc_fragment((C, DK), "float32")
         product = T.alloc_fragment((C, 64), "float32")
         factor = T.alloc_local((2,), "float32")  # −γ, then β γ_C/γ of this thread's rows
@@ -304,7 +265,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.clear(gradient)
             for r in T.serial(GROUP):
                 i = chunk * GROUP + r
-                head = i % HEAD_STAGES
+                ee, head = i % ES, i % HEAD_STAGES
                 T.barrier_wait(tile_full[z_tile], i % 2)
                 T.barrier_wait(tile_full[s_tile], i % 2)
                 T.barrier_wait(gates_full[head], (i // HEAD_STAGES) % 2)
@@ -322,14 +283,14 @@ def prim_func(problem: Problem, schedule: Schedule):
                     "handle", "qla::write_dots", dots.data, T.access_ptr(gates[head, Gate.GAMMA, 0], "r"),
                     T.access_ptr(sums[head, Sum.RESIDUAL_DOTS, 0], "w"),
                 )  # fmt: skip
-                T.barrier_wait(e_full[0], i % 2)
+                T.barrier_wait(tile_full[first_e + ee], (i // ES) % 2)
                 T.barrier_wait(tile_full[ds_tile], i % 2)
                 T.call_extern(
                     "handle", "qla::load_row_factors", factor.data, T.access_ptr(gates[head, Gate.TAIL_BETA, 0], "r")
                 )
                 T.clear(dots)
-                add_state_product(gradient, e_s, ds_s, product, factor, dots, k_s, kq)
-                T.barrier_arrive(e_free[0])
+                add_state_product(gradient, e_s[ee, :, :], ds_s, product, factor, dots, k_s, kq)
+                T.barrier_arrive(tile_free[first_e + ee])
                 T.barrier_arrive(tile_free[ds_tile])
                 T.call_extern(
                     "handle", "qla::write_dots", dots.data, T.access_ptr(gates[head, Gate.TAIL, 0], "r"),
@@ -366,8 +327,8 @@ def prim_func(problem: Problem, schedule: Schedule):
         T.barrier_arrive(tile_full[place])
 
     @T.macro
-    def run_load(chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s, do_s, z_s,
-                 s_s, ds_s, tile_full, tile_free):  # fmt: skip
+    def run_load(chunks, key_head, q, k, states, effects, dstates, dv, do, k_s, q_s, e_s, do_s, z_s, s_s, ds_s,
+                 tile_full, tile_free):  # fmt: skip
         cleared = T.alloc_local((1,), "int32")  # tiles of partial chunks so far
         cleared[0] = 0
         for chunk in T.serial(chunks[3 * SLOTS]):
@@ -378,13 +339,9 @@ def prim_func(problem: Problem, schedule: Schedule):
             bring_rows(q, token, valid, key_head, q_s, chunk % KQ, kq, cleared, tile_full)
             for r in T.serial(GROUP):
                 i, head = chunk * GROUP + r, key_head * GROUP + r
-                ay, dd = first_ay + i % AY, first_do + i % DO
-                T.barrier_wait(tile_free[ay], (i // AY + 1) % 2)
-                T.tma_copy(a[slot, head, :, 0 : C // 2], a_s[i % AY, :, 0 : C // 2], barrier=tile_full[ay])
-                T.tma_copy(
-                    a[slot, head, C // 2 : C, C // 2 : C], a_s[i % AY, C // 2 : C, C // 2 : C], barrier=tile_full[ay]
-                )
-                bring_rows(residuals, token, valid, head, y_s, i % AY, ay, cleared, tile_full)
+                ee, dd = first_e + i % ES, first_do + i % DO
+                T.barrier_wait(tile_free[ee], (i // ES + 1) % 2)
+                bring_rows(effects, token, valid, head, e_s, i % ES, ee, cleared, tile_full)
                 T.barrier_wait(tile_free[dd], (i // DO + 1) % 2)
                 bring_rows(do, token, valid, head, do_s, i % DO, dd, cleared, tile_full)
                 T.barrier_wait(tile_free[s_tile], (i + 1) % 2)
@@ -441,11 +398,10 @@ def prim_func(problem: Problem, schedule: Schedule):
         q: T.Tensor((num_tokens, H, DK), dtype),
         k: T.Tensor((num_tokens, H, DK), dtype),
         beta: T.Tensor((num_tokens, HV), "float32"),
-        a: T.Tensor((num_slots, HV, C, C), dtype),
         log_gates: T.Tensor((num_slots, HV, C), "float32"),
         bounds: T.Tensor((num_bounds,), "int32"),
         states: T.Tensor((num_slots, HV, DV, DK), dtype),
-        residuals: T.Tensor((num_tokens, HV, DV), dtype),
+        effects: T.Tensor((num_tokens, HV, DV), dtype),
         dstates: T.Tensor((num_slots, HV, DV, DK), dtype),
         dv: T.Tensor((num_tokens, HV, DV), dtype),
         do: T.Tensor((num_tokens, HV, DV), dtype),
@@ -460,26 +416,21 @@ def prim_func(problem: Problem, schedule: Schedule):
         ) as block:
             k_s = T.alloc_shared((KQ, C, DK), dtype)
             q_s = T.alloc_shared((KQ, C, DK), dtype)
-            a_s = T.alloc_shared((AY, C, C), dtype)
-            y_s = T.alloc_shared((AY, C, DV), dtype)
+            e_s = T.alloc_shared((ES, C, DV), dtype)
             do_s = T.alloc_shared((DO, C, DV), dtype)
             z_s = T.alloc_shared((1, C, DV), dtype)
             s_s = T.alloc_shared((DV, DK), dtype)
             ds_s = T.alloc_shared((DV, DK), dtype)
-            e_s = T.alloc_shared((C, DV), dtype)
             dp_s = T.alloc_shared((C, C), dtype)
             w_s = T.alloc_shared((C, C), dtype)
             gates = T.alloc_shared((HEAD_STAGES, Gate.COUNT, C), "float32", scope="shared")
             sums = T.alloc_shared((HEAD_STAGES, Sum.COUNT, C), "float32", scope="shared")
             chunks = T.alloc_shared((3 * SLOTS + 1,), "int32", scope="shared")  # slot, first token, tokens; their count
             layout = tilelang.layout
-            tiles = (k_s, q_s, y_s, do_s, z_s, s_s, ds_s, e_s, dp_s, w_s)
+            tiles = (k_s, q_s, e_s, do_s, z_s, s_s, ds_s, dp_s, w_s)
             T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in tiles})
-            T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
             tile_full = T.alloc_barrier(arrive_count=[64] * KQ + [32] * (partial + 1 - KQ))  # K and Q one by one
-            tile_free = T.alloc_barrier(arrive_count=[384] * KQ + [128] * AY + [256] * DO + [256, 320, 192])
-            e_full = T.alloc_barrier(arrive_count=[128])
-            e_free = T.alloc_barrier(arrive_count=[256])
+            tile_free = T.alloc_barrier(arrive_count=[384] * KQ + [256] * (ES + DO) + [256, 320, 192])
             dp_full = T.alloc_barrier(arrive_count=[128])
             dp_free = T.alloc_barrier(arrive_count=[256])  # and W, which dk reads at the same time
             w_full = T.alloc_barrier(arrive_count=[128])
@@ -495,9 +446,8 @@ def prim_func(problem: Problem, schedule: Schedule):
             tx = T.get_thread_binding()
             if tx < end["products"]:
                 T.set_max_nreg(registers["products"], 1)
-                run_products(chunks, scale, k_s, q_s, a_s, y_s, do_s, z_s, e_s, dp_s, w_s, gates, sums, tile_full,
-                             tile_free, e_full, e_free, dp_full, dp_free, w_full, gates_full,
-                             sums_full)  # fmt: skip
+                run_products(chunks, scale, k_s, q_s, e_s, do_s, z_s, dp_s, w_s, gates, sums, tile_full, tile_free,
+                             dp_full, dp_free, w_full, gates_full, sums_full)  # fmt: skip
             elif tx < end["dq"]:
                 T.set_max_nreg(registers["dq"], 1)
                 run_dq(chunks, key_head, dq, k_s, q_s, do_s, s_s, dp_s, gates, sums, tile_full, tile_free,
@@ -505,12 +455,12 @@ def prim_func(problem: Problem, schedule: Schedule):
             elif tx < end["dk"]:
                 T.set_max_nreg(registers["dk"], 1)
                 run_dk(chunks, key_head, dk, k_s, q_s, z_s, s_s, ds_s, e_s, dp_s, w_s, gates, sums, tile_full,
-                       tile_free, e_full, e_free, dp_full, dp_free, w_full, gates_full, sums_full)  # fmt: skip
+                       tile_free, dp_full, dp_free, w_full, gates_full, sums_full)  # fmt: skip
             else:
                 T.set_max_nreg(registers["load"], 0)
                 if tx < first_load + 32:
-                    run_load(chunks, key_head, q, k, a, states, residuals, dstates, dv, do, k_s, q_s, a_s, y_s,
-                             do_s, z_s, s_s, ds_s, tile_full, tile_free)  # fmt: skip
+                    run_load(chunks, key_head, q, k, states, effects, dstates, dv, do, k_s, q_s, e_s, do_s, z_s,
+                             s_s, ds_s, tile_full, tile_free)  # fmt: skip
                 elif tx < first_load + 64:
                     run_gates(chunks, key_head, beta, log_gates, dbeta, dg, scale, gates, sums, gates_full,
                               sums_full)  # fmt: skip

@@ -46,6 +46,27 @@ __device__ __forceinline__ void store_operand_transposed(const Operand* operand,
   }
 }
 
+// acc <- Vt - gamma * acc, and operand the same, rounded; otherwise as subtract_from_values.
+template <int Pairs, typename Element>
+__device__ __forceinline__ void left_of_values(float* acc, const unsigned* pairs, const float* first,
+                                               const float* gamma, int valid, Element* operand) {
+  unsigned* words = reinterpret_cast<unsigned*>(operand);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {  // 8 tokens
+    const int token = j * 8 + (threadIdx.x & 3) * 2;
+    const float2 g = j < Pairs ? make_float2(first[j * 2], first[j * 2 + 1])
+                               : *reinterpret_cast<const float2*>(gamma + token);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 value = unpack(pairs[(j >> 1) * 4 + (j & 1) * 2 + i], operand);
+      float* out = acc + j * 4 + i * 2;
+      out[0] = token < valid ? value.x - g.x * out[0] : 0.f;
+      out[1] = token + 1 < valid ? value.y - g.y * out[1] : 0.f;
+      words[j * 2 + i] = pack(out[0], out[1], operand);
+    }
+  }
+}
+
 // operand <- columns `column0` .. + 15 of a tile, transposed, for this warp: a register operand A whose rows are the
 // tile's columns and whose columns are its 64 tokens.  Tokens from `valid` on become 0, whatever the tile holds there.
 template <typename Element>

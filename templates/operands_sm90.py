@@ -57,16 +57,17 @@ def operands_role(C, DK, stages_k, stages_a, stages_x, whole_chunks=False):
     return run_operands
 
 
-def two_step_operands_role(C, DK, stages_kq, stages_a, stages_xb, dtype, backwards=False):
+def two_step_operands_role(C, DK, stages_kq, stages_a, stages_xb, dtype, backwards=False, strict=False):
     """A TileLang macro of one warp group that makes X and scale B∘Γ, B = tril(Q Kᵀ) Ã, of each chunk.
 
     Its arguments: chunks, length (tokens in all), scale, tiles, gates, and the rings' barriers.  Q Kᵀ of the next chunk
-    runs behind the last store of a chunk.  backwards: the last chunk comes first, and rows past the end are cleared in
+    runs behind the last store of a chunk.  strict: B = tril(Q Kᵀ, −1) Ã.  backwards: the last chunk comes first, and rows past the end are cleared in
     Q as well, because the backward multiplies them by zeros.
     """
     import tilelang.language as T
 
     rows = T.GemmWarpPolicy.FullRow
+    lower_operand = "qla::below_diagonal_operand" if strict else "qla::lower_operand"
 
     @T.macro
     def run_operands(chunks, length, scale, k_s, q_s, a_s, x_s, b_s, log_gamma, decay, tail,
@@ -94,7 +95,7 @@ def two_step_operands_role(C, DK, stages_kq, stages_a, stages_xb, dtype, backwar
         T.call_extern("handle", "qla::forget", qk.data)
         T.wgmma_gemm(q_s[0, :, :], k_s[0, :, :], qk, transpose_B=True, clear_accum=True, policy=rows)
         T.wait_wgmma(0)
-        T.call_extern("handle", "qla::lower_operand", qk.data, p_op.data)
+        T.call_extern("handle", lower_operand, qk.data, p_op.data)
         for i in T.serial(chunks):
             kq, aa, xb, ahead = i % stages_kq, i % stages_a, i % stages_xb, (i + 1) % stages_kq
             if not backwards:
@@ -143,6 +144,6 @@ def two_step_operands_role(C, DK, stages_kq, stages_a, stages_xb, dtype, backwar
             T.barrier_arrive(kq_free[kq])
             T.barrier_arrive(a_free[aa])
             T.wait_wgmma(0)
-            T.call_extern("handle", "qla::lower_operand", qk.data, p_op.data)
+            T.call_extern("handle", lower_operand, qk.data, p_op.data)
 
     return run_operands

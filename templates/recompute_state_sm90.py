@@ -1,18 +1,20 @@
 """States before every chunk, for the backward, on Hopper: the state recurrence of `fused_forward`; warp-specialised.
 
     X = diag(γ_C/γ) Ãᵀ K        Y = V − diag(γ) K S        S ← γ_C S + Xᵀ Y
+    B = tril(K Kᵀ, −1) Ã        E = Y − (B∘Γ) Y
 
-Leaves, of each chunk, Sᵀ before it as the products read it (`states`), and Y (`residuals`), both in the dtype of V.
+E is U / β, β zero or not, and all that the gradients need of Y.  Leaves, of each chunk, Sᵀ before it as the products
+read it (`states`), and E (`effects`), both in the dtype of V.
 
-| role      | warps  | per chunk, in order                         | waits for                  | signals              |
-| --------- | ------ | ------------------------------------------- | -------------------------- | -------------------- |
-| load      | 1      | TMA K; Ã without its zero quarter; V        | k/a/v_free                 | k/a/v_full           |
-| gates     | 1      | log γ → γ, γ_C/γ                            | k_free                     | k_full               |
-| store × n | 1 each | Sᵀ, Y tiles to memory (TMA; rows at a tail) | s/y_full                   | s/y_free             |
-| operands  | 4      | Ãᵀ K γ_C/γ → X                              | k/a_full, x_free           | x_full, k/a_free     |
-| state × n | 4 each | Sᵀ tile; K S → Y → Xᵀ Y; Y tile; S rounded  | k/v/x_full, s/y_free       | k/v/x_free, s/y_full |
+| role      | warps  | per chunk, in order                                 | waits for             | signals               |
+| --------- | ------ | --------------------------------------------------- | --------------------- | --------------------- |
+| load      | 1      | TMA K; Ã without its zero quarter; V                | k/a/v_free            | k/a/v_full            |
+| gates     | 1      | log γ → γ, γ_C/γ, −Γ                                | k_free                | k_full                |
+| store × n | 1 each | Sᵀ, E tiles to memory (TMA; rows at a tail)         | s/e_full              | s/e_free              |
+| operands  | 4      | K Kᵀ, Ã → −B∘Γ; Ãᵀ K γ_C/γ → X                      | k/a_full, xb_free     | xb_full, k/a_free     |
+| state × n | 4 each | Sᵀ tile; K S → Y → Xᵀ Y, E; E tile; S rounded       | k/v/xb_full, s/e_free | k/v/xb_free, s/e_full |
 
-Stages: K and gates `stages_k`; Ã, V two each; X `stages_x`; the tiles that leave one per state group (n of them).
+Stages: K and gates `stages_k`; Ã, V two each; X with B `stages_x`; the tiles that leave one per state group (n of them).
 Products, barriers and ptxas' rules as in `fused_forward`.  May start before `kkt_inverse` has ended (programmatic
 dependent launch).
 """
@@ -22,8 +24,8 @@ from qla_jit.schedule import Parameter, Role, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
 from .backward_sm90 import STORES_CUDA, WHOLE_GROUPS, dv_tile, state_groups
-from .fragments_sm90 import FRAGMENTS_CUDA
-from .operands_sm90 import operands_role
+from .fragments_sm90 import DECAY_FLOATS, FRAGMENTS_CUDA
+from .operands_sm90 import two_step_operands_role
 from .segments_sm90 import COUNT, FIRST, SEGMENT_FIELDS, SEGMENTS_CUDA, SEQUENCE, TURN
 from .warp_groups_sm90 import launch_registers, register_rules
 
@@ -37,7 +39,7 @@ REGISTERS = ("40/104/184", "32/96/192", "40/168/240")
 PARAMETERS = (
     Parameter("dv_split", (1, 2, 4), 1, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
     Parameter("stages_k", (2, 3), 3, "K and gate stages"),
-    Parameter("stages_x", (1, 2), 2, "X stages between `operands` and `state`"),
+    Parameter("stages_x", (1, 2), 2, "stages of X and B between `operands` and `state`"),
     Parameter("registers", REGISTERS, "40/104/184", "registers per thread of load, operands and each state group"),
 )
 
@@ -47,8 +49,8 @@ def roles(problem: Problem, schedule: Schedule) -> tuple[Role, ...]:
     load, operands, state = (int(n) for n in schedule["registers"].split("/"))
     groups = state_groups(problem, schedule)
     return (
-        *(Role(f"state{w}", 4, state, f"columns {64 * w}..{64 * w + 63}: Y, S") for w in range(groups)),
-        Role("operands", 4, operands, "X, ahead of the state"),
+        *(Role(f"state{w}", 4, state, f"columns {64 * w}..{64 * w + 63}: E, S") for w in range(groups)),
+        Role("operands", 4, operands, "X and B, ahead of the state"),
         Role("load", 4, load, "warp 0: TMA loads; warp 1: gates; warps 2 and 3: tiles of the state groups"),
     )
 
@@ -61,9 +63,10 @@ def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
         SharedBuffer("a", STAGES_A * c * c, 2),
         SharedBuffer("v", STAGES_V * c * dv, 2),
         SharedBuffer("x", schedule["stages_x"] * c * dk, 2),
+        SharedBuffer("b", schedule["stages_x"] * c * c, 2),
         SharedBuffer("s", dv * dk, 2),
-        SharedBuffer("y", c * dv, 2),
-        SharedBuffer("gates", stages * 2 * c, 4),
+        SharedBuffer("e", c * dv, 2),
+        SharedBuffer("gates", stages * (3 * c + DECAY_FLOATS), 4),
     )
 
 
@@ -75,7 +78,7 @@ def barriers(problem: Problem, schedule: Schedule) -> int:
 
 def work(problem: Problem, schedule: Schedule) -> Work:
     c, dk, dv, split = problem.chunk_size, problem.head_dim_k, problem.head_dim_v, schedule["dv_split"]
-    flops = 2 * c * dk * dv * 2 + split * 2 * c * c * dk  # K S, Xt Y; X
+    flops = 2 * c * dk * dv * 2 + 2 * c * c * dv + split * (2 * 2 * c * c * dk + 2 * c**3)  # K S, Xt Y; B Y; X, K Kt; B
     inverse = 2 * c * c * 3 // 4  # without its zero quarter
     read = 2 * c * dv + split * (2 * c * dk // problem.group_size + inverse + 4 * c)
     return Work(flops=flops, bytes_read=read, bytes_written=2 * dk * dv + 2 * c * dv)
@@ -111,13 +114,13 @@ def prim_func(problem: Problem, schedule: Schedule):
     state_shape = (DV, DK) if v_first else (DK, DV)
     state_strides = f"{DK}, {DK}, 1" if v_first else f"{DK}, 1, {DV}"  # as in fused_forward
     segmented = problem.kernel == "segment_recompute"
-    pitch = HV * DV  # of a token in residuals
+    pitch = HV * DV  # of a token in effects
     table = roles(problem, schedule)
     registers = {role.name: role.registers for role in table}
     end = {role.name: sum(r.threads for r in table[: i + 1]) for i, role in enumerate(table)}  # past its last thread
     consumers, threads, first_load = 128 * GROUPS, end["load"], end["operands"]
     rows = T.GemmWarpPolicy.FullRow
-    run_operands = operands_role(C, DK, KS, NA, XS)
+    run_operands = two_step_operands_role(C, DK, KS, NA, XS, dtype, strict=True)
 
     def state_corner(row):
         """Where column 0 of a row of Sᵀ is in a state's last two dims."""
@@ -147,9 +150,9 @@ def prim_func(problem: Problem, schedule: Schedule):
     num_segments = T.dynamic("num_segments")
 
     @T.macro
-    def run_state(w, chunks, length, seq, head, dv0, start, token0, residuals, has_initial, initial,
-                  k_s, v_s, x_s, s_s, y_s, gamma, k_full, k_free, v_full, v_free, x_full, x_free,
-                  s_full, s_free, y_full, y_free):  # fmt: skip
+    def run_state(w, chunks, length, seq, head, dv0, start, token0, effects, has_initial, initial,
+                  k_s, v_s, x_s, b_s, s_s, e_s, gamma, k_full, k_free, v_full, v_free, xb_full, xb_free,
+                  s_full, s_free, e_full, e_free):  # fmt: skip
         state = T.alloc_fragment((64, DK), "float32")
         state_op = T.alloc_fragment((64, DK), dtype)
         y = T.alloc_fragment((64, C), "float32")
@@ -168,7 +171,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             if start < 0:
                 T.call_extern(
                     "handle", f"qla::load_panel<{DK}>", state.data,
-                    T.access_ptr(residuals[token0, head, dv0 + w * 64], "r"), pitch,
+                    T.access_ptr(effects[token0, head, dv0 + w * 64], "r"), pitch,
                 )  # fmt: skip
         T.call_extern("handle", f"qla::pin<{64 * DK // 128}>", state.data)
         T.copy(state, state_op)
@@ -188,58 +191,61 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.call_extern("handle", "qla::load_factors<1>", first_gamma.data, T.access_ptr(gamma[kk, 0], "r"))
             T.wait_wgmma(0)
             T.call_extern(
-                "handle", "qla::subtract_from_values<1>", y.data, values.data, first_gamma.data,
+                "handle", "qla::left_of_values<1>", y.data, values.data, first_gamma.data,
                 T.access_ptr(gamma[kk, 0], "r"), length - i * C, y_op.data,
             )  # fmt: skip
             T.barrier_arrive(k_free[kk])
             T.barrier_arrive(v_free[va])
-            T.barrier_wait(x_full[xx], (i // XS) % 2)
+            T.barrier_wait(xb_full[xx], (i // XS) % 2)
             T.wgmma_gemm(y_op, x_s[xx, :, :], state, clear_accum=False, policy=rows)  # += Yᵀ X
-            T.barrier_wait(y_free[w], (i + 1) % 2)
-            T.call_extern(
-                "handle", "qla::store_operand_transposed", y_op.data, T.access_ptr(y_s[w, 0, 0], "w"),
-                warp_row - w * 64,
-            )  # fmt: skip
-            T.fence_proxy_async()
-            T.barrier_arrive(y_full[w])
+            T.wgmma_gemm(y_op, b_s[xx, :, :], y, transpose_B=True, clear_accum=False, policy=rows)  # −= Yᵀ (B∘Γ)ᵀ
             T.wait_wgmma(0)
-            T.barrier_arrive(x_free[xx])
-            T.copy(state, state_op)
+            T.barrier_arrive(xb_free[xx])
+            T.barrier_wait(e_free[w], (i + 1) % 2)
+            T.call_extern(
+                "handle", "qla::store_transposed", y.data, T.access_ptr(e_s[w, 0, 0], "w"), warp_row - w * 64
+            )
+            T.copy(state, state_op)  # of the next chunk, while the stores land
+            T.fence_proxy_async()
+            T.barrier_arrive(e_full[w])
 
     @T.macro
-    def run_store(w, chunks, length, warmup, token0, slot0, head, dv0, s_s, y_s, states, residuals,
-                  s_full, s_free, y_full, y_free):  # fmt: skip
+    def run_store(w, chunks, length, warmup, token0, slot0, head, dv0, s_s, e_s, states, effects,
+                  s_full, s_free, e_full, e_free):  # fmt: skip
         for i in T.serial(chunks):
             T.barrier_wait(s_full[w], i % 2)
             if is_kept(i, warmup):
                 T.copy(s_s[w, :, :], states[slot0 + i, head, dv0 + w * 64 : dv0 + w * 64 + 64, :])
             T.barrier_arrive(s_free[w])
-            T.barrier_wait(y_full[w], i % 2)
+            T.barrier_wait(e_full[w], i % 2)
             if is_whole(i, length, warmup):
                 T.copy(
-                    y_s[w, :, :],
-                    residuals[token0 + i * C : token0 + i * C + C, head, dv0 + w * 64 : dv0 + w * 64 + 64],
+                    e_s[w, :, :],
+                    effects[token0 + i * C : token0 + i * C + C, head, dv0 + w * 64 : dv0 + w * 64 + 64],
                 )
             else:
                 T.call_extern(
-                    "handle", "qla::store_rows", T.access_ptr(y_s[w, 0, 0], "r"),
-                    T.access_ptr(residuals[token0 + i * C, head, dv0 + w * 64], "w"), pitch,
+                    "handle", "qla::store_rows", T.access_ptr(e_s[w, 0, 0], "r"),
+                    T.access_ptr(effects[token0 + i * C, head, dv0 + w * 64], "w"), pitch,
                     rows_kept(i, length, warmup),
                 )  # fmt: skip
-            T.barrier_arrive(y_free[w])
+            T.barrier_arrive(e_free[w])
 
     @T.macro
-    def run(block, k, v, a, log_gates, bounds, segments, starts, initial, states, residuals, has_initial):
+    def run(block, k, v, a, log_gates, bounds, segments, starts, initial, states, effects, has_initial):
         k_s = T.alloc_shared((KS, C, DK), dtype)
         a_s = T.alloc_shared((NA, C, C), dtype)
         v_s = T.alloc_shared((NV, C, DVT), dtype)
         x_s = T.alloc_shared((XS, C, DK), dtype)
+        b_s = T.alloc_shared((XS, C, C), dtype)
         s_s = T.alloc_shared((GROUPS, 64, DK), dtype)
-        y_s = T.alloc_shared((GROUPS, C, 64), dtype)
+        e_s = T.alloc_shared((GROUPS, C, 64), dtype)
         gamma = T.alloc_shared((KS, C), "float32", scope="shared")
         tail = T.alloc_shared((KS, C), "float32", scope="shared")
+        decay = T.alloc_shared((KS, DECAY_FLOATS), "float32", scope="shared")
+        log_gamma = T.alloc_shared((KS, C), "float32", scope="shared")
         layout = tilelang.layout
-        T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, s_s, y_s)})
+        T.annotate_layout({t: layout.make_full_bank_swizzled_layout(t) for t in (v_s, x_s, b_s, s_s, e_s)})
         T.annotate_layout({a_s: layout.make_half_bank_swizzled_layout(a_s)})  # 32 columns, then the other 32
         k_full = T.alloc_barrier(arrive_count=[64] * KS)
         k_free = T.alloc_barrier(arrive_count=[consumers + 128] * KS)
@@ -247,12 +253,12 @@ def prim_func(problem: Problem, schedule: Schedule):
         a_free = T.alloc_barrier(arrive_count=[128] * NA)
         v_full = T.alloc_barrier(arrive_count=[32] * NV)
         v_free = T.alloc_barrier(arrive_count=[consumers] * NV)
-        x_full = T.alloc_barrier(arrive_count=[128] * XS)
-        x_free = T.alloc_barrier(arrive_count=[consumers] * XS)
+        xb_full = T.alloc_barrier(arrive_count=[128] * XS)
+        xb_free = T.alloc_barrier(arrive_count=[consumers] * XS)
         s_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
         s_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
-        y_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
-        y_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
+        e_full = T.alloc_barrier(arrive_count=[128] * GROUPS)
+        e_free = T.alloc_barrier(arrive_count=[32] * GROUPS)
         gates = T.alloc_local((2,), "float32")  # log₂ γ of two tokens, in the gate warp
 
         segment = segments[block // (HV * SPLIT), TURN] if segmented else 0
@@ -273,17 +279,18 @@ def prim_func(problem: Problem, schedule: Schedule):
         tx = T.get_thread_binding()
         if tx < end["state0"]:
             T.set_max_nreg(registers["state0"], 1)
-            run_state(0, chunks, length, seq, head, dv0, start, token0, residuals, takes_initial, initial,
-                      k_s, v_s, x_s, s_s, y_s, gamma, k_full, k_free, v_full, v_free, x_full, x_free,
-                      s_full, s_free, y_full, y_free)  # fmt: skip
+            run_state(0, chunks, length, seq, head, dv0, start, token0, effects, takes_initial, initial,
+                      k_s, v_s, x_s, b_s, s_s, e_s, gamma, k_full, k_free, v_full, v_free, xb_full, xb_free,
+                      s_full, s_free, e_full, e_free)  # fmt: skip
         elif GROUPS == 2 and tx < end["state1"]:
             T.set_max_nreg(registers["state1"], 1)
-            run_state(1, chunks, length, seq, head, dv0, start, token0, residuals, takes_initial, initial,
-                      k_s, v_s, x_s, s_s, y_s, gamma, k_full, k_free, v_full, v_free, x_full, x_free,
-                      s_full, s_free, y_full, y_free)  # fmt: skip
+            run_state(1, chunks, length, seq, head, dv0, start, token0, effects, takes_initial, initial,
+                      k_s, v_s, x_s, b_s, s_s, e_s, gamma, k_full, k_free, v_full, v_free, xb_full, xb_free,
+                      s_full, s_free, e_full, e_free)  # fmt: skip
         elif tx < end["operands"]:
             T.set_max_nreg(registers["operands"], int(registers["operands"] > launch_registers(table)))
-            run_operands(chunks, length, k_s, a_s, x_s, tail, k_full, k_free, a_full, a_free, x_full, x_free)
+            run_operands(chunks, length, -1.0, k_s, k_s, a_s, x_s, b_s, log_gamma, decay, tail,
+                         k_full, k_free, a_full, a_free, xb_full, xb_free)  # fmt: skip
         else:
             T.set_max_nreg(registers["load"], 0)
             T.pdl_sync()
@@ -313,16 +320,17 @@ def prim_func(problem: Problem, schedule: Schedule):
                     )  # fmt: skip
                     T.barrier_wait(k_free[kk], (i // KS + 1) % 2)
                     T.call_extern(
-                        "handle", "qla::write_chunk_gates", gates.data, T.access_ptr(gamma[kk, 0], "w"),
-                        T.access_ptr(tail[kk, 0], "w"),
+                        "handle", "qla::write_gates", gates.data, -1.0, T.access_ptr(gamma[kk, 0], "w"),
+                        T.access_ptr(tail[kk, 0], "w"), T.access_ptr(tail[kk, 0], "w"),
+                        T.access_ptr(log_gamma[kk, 0], "w"), T.access_ptr(decay[kk, 0], "w"),
                     )  # fmt: skip
                     T.barrier_arrive(k_full[kk])
             elif tx < first_load + 96:
-                run_store(0, chunks, length, warmup, token0, slot0, head, dv0, s_s, y_s, states, residuals,
-                          s_full, s_free, y_full, y_free)  # fmt: skip
+                run_store(0, chunks, length, warmup, token0, slot0, head, dv0, s_s, e_s, states, effects,
+                          s_full, s_free, e_full, e_free)  # fmt: skip
             elif GROUPS == 2:
-                run_store(1, chunks, length, warmup, token0, slot0, head, dv0, s_s, y_s, states, residuals,
-                          s_full, s_free, y_full, y_free)  # fmt: skip
+                run_store(1, chunks, length, warmup, token0, slot0, head, dv0, s_s, e_s, states, effects,
+                          s_full, s_free, e_full, e_free)  # fmt: skip
 
     prelude = FRAGMENTS_CUDA + STORES_CUDA + (SEGMENTS_CUDA if segmented else "")
     if segmented:
@@ -338,11 +346,11 @@ def prim_func(problem: Problem, schedule: Schedule):
             starts: T.Tensor((num_segments, HV), "int32"),
             initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
             states: T.Tensor((num_slots, HV, DV, DK), dtype),
-            residuals: T.Tensor((num_tokens, HV, DV), dtype),
+            effects: T.Tensor((num_tokens, HV, DV), dtype),
             has_initial: T.int32,
         ):
             with T.Kernel(num_segments * HV * SPLIT, threads=threads, prelude=prelude) as block:
-                run(block, k, v, a, log_gates, bounds, segments, starts, initial, states, residuals, has_initial)
+                run(block, k, v, a, log_gates, bounds, segments, starts, initial, states, effects, has_initial)
 
         return segment_recompute
 
@@ -355,11 +363,11 @@ def prim_func(problem: Problem, schedule: Schedule):
         bounds: T.Tensor((num_bounds,), "int32"),
         initial: T.Tensor((num_initial, HV, *state_shape), state_dtype),
         states: T.Tensor((num_slots, HV, DV, DK), dtype),
-        residuals: T.Tensor((num_tokens, HV, DV), dtype),
+        effects: T.Tensor((num_tokens, HV, DV), dtype),
         has_initial: T.int32,
     ):
         with T.Kernel((num_bounds - 1) * HV * SPLIT, threads=threads, prelude=prelude) as block:
-            run(block, k, v, a, log_gates, bounds, None, None, initial, states, residuals, has_initial)
+            run(block, k, v, a, log_gates, bounds, None, None, initial, states, effects, has_initial)
 
     return recompute_state
 

@@ -229,11 +229,11 @@ def prim_func(problem: Problem, schedule: Schedule):
             decays: T.Tensor((num_segments, HV), "float32"),
             bounds: T.Tensor((num_bounds,), "int32"),
             segments: T.Tensor((num_segments, SEGMENT_FIELDS), "int32"),
-            residuals: T.Tensor((num_tokens, HV, DV), dtype),
+            effects: T.Tensor((num_tokens, HV, DV), dtype),
             dv: T.Tensor((num_tokens, HV, DV), dtype),
         ):
             with T.Kernel(num_cut * HV * PANELS, threads=160, prelude=prelude) as block:
-                run(block, first_segments, cut_sequences, ends, decays, bounds, segments, residuals, dv)
+                run(block, first_segments, cut_sequences, ends, decays, bounds, segments, effects, dv)
 
         return segment_gradient_correct
 

@@ -3,7 +3,7 @@
     dSᵀ(r − 1) ← γ_r dSᵀ(r) + dSᵀ(r) D_r + dS*_rᵀ
 
 dS(r) is the gradient of the state that leaves segment r.  `segment_gradient` left dS* in the rows of `dv` where
-dS(r − 1) belongs, and `ends` says which of them only this scan knows (−1).  D lies in rows of `residuals`, where
+dS(r − 1) belongs, and `ends` says which of them only this scan knows (−1).  D lies in rows of `effects`, where
 `segment_state` left it.
 """
 

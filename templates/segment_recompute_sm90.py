@@ -1,6 +1,6 @@
 """`recompute_state_sm90` on the segments of cut sequences: the same kernel, started elsewhere.
 
-A segment starts as in `segment_forward_sm90`, with `residuals` in the place of `o`: `segment_state` and
+A segment starts as in `segment_forward_sm90`, with `effects` in the place of `o`: `segment_state` and
 `segment_correct` ran with it.  What the chunks of a warm-up give is not stored.
 """
 

@@ -40,7 +40,7 @@ def right(kernel, case, seed=0):
 SPECS = {
     "128 dims, two heads of a group": spec_of(WIDE),
     "64 dims, four heads, fp16": spec_of(NARROW),
-    "64 values, one head, one stage": spec_of(MIXED, chunks_per_cta=4, stages_kq=1, stages_ay=1, stages_do=1),
+    "64 values, one head, one stage": spec_of(MIXED, chunks_per_cta=4, stages_kq=1, stages_e=1, stages_do=1),
 }
 
 
@@ -93,7 +93,7 @@ def test_rows_past_the_end_may_hold_anything(compiled):
     spec = SPECS["128 dims, two heads of a group"]
     case = harness.make_case(spec.problem, (70, 60, 3), 3, "cpu")
     wanted = case.wanted  # made of the numbers that the others keep
-    for name in ("q", "k", "beta", "residuals", "dv", "do"):
+    for name in ("q", "k", "beta", "effects", "dv", "do"):
         case.tensors[name] = case.tensors[name].clone()
         case.tensors[name][70:130] = float("nan")
     errors(compiled(spec), case)

@@ -73,8 +73,8 @@ def test_strong_decay_does_not_cancel():
 def test_states_are_those_before_each_chunk_in_its_slot():
     inputs, tokens, initial, *_ = problem((40, 0, 9), (1, 2), "mild")
     q, k, v, g, beta = tokens
-    states, residuals = recompute_state_reference(k, v, g, beta, initial, inputs.cu_host, chunk_size=16)
-    assert residuals.shape == v.shape
+    states, effects = recompute_state_reference(k, v, g, beta, initial, inputs.cu_host, chunk_size=16)
+    assert effects.shape == v.shape
     slots = chunk_slots(inputs.cu_host, 16)
     assert [slot for slot, *_ in slots] == [0, 1, 2, 4]
     assert torch.equal(states[0], initial[0].mT) and torch.equal(states[4], initial[2].mT)
@@ -88,8 +88,8 @@ def test_each_chunk_stands_alone():
     """What is in the rows of one sequence does not reach the gradients of another."""
     inputs, tokens, initial, do, dfinal = problem((20, 20), (1, 1), "mild")
     q, k, v, g, beta = tokens
-    states, residuals = recompute_state_reference(k, v, g, beta, initial, inputs.cu_host, chunk_size=16)
-    arguments = (q, k, g, beta, states, residuals, torch.zeros_like(states), v, do)
+    states, effects = recompute_state_reference(k, v, g, beta, initial, inputs.cu_host, chunk_size=16)
+    arguments = (q, k, g, beta, states, effects, torch.zeros_like(states), v, do)
     before = backward_grad_reference(*arguments, cu_seqlens=inputs.cu_host, chunk_size=16)
     do[:, 20:] = float("nan")
     after = backward_grad_reference(*arguments, cu_seqlens=inputs.cu_host, chunk_size=16)

@@ -169,7 +169,7 @@ def test_forward_and_backward_of_a_step_point_at_them(launches, lengths, is_spli
     got = dict(zip((f"d{name}" for name in leaves), found))
     check(launches, leaves | got | {"do": do}, dims | {f"d{name}": dims[name] for name in leaves} | {"do": dims["v"]})
     of_kernel = dict(launches)
-    for name in ("states", "residuals", "dstates", "dv"):
+    for name in ("states", "effects", "dstates", "dv"):
         users = [given[name] for kernel, given in launches if name in given]
         assert len(users) >= 2 and all(user == users[0] for user in users), name
     assert of_kernel["backward_grad"]["states"]["address"] != of_kernel["backward_grad"]["dstates"]["address"]
