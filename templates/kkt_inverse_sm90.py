@@ -51,7 +51,7 @@ def buffers(problem: Problem, schedule: Schedule) -> tuple[SharedBuffer, ...]:
     c, heads = problem.chunk_size, schedule["value_heads_per_cta"]
     return (
         SharedBuffer("k or K Kᵀ", key_heads(problem, schedule) * tile_rows(problem) * problem.head_dim_k, 2),
-        SharedBuffer("strips", WARPS * STRIP_ROWS * c, 2),
+        SharedBuffer("strips", min(WARPS, heads) * STRIP_ROWS * c, 2),
         SharedBuffer("beta and gates", 2 * heads * c, 4),
     )
 
@@ -113,7 +113,7 @@ def prim_func(problem: Problem, schedule: Schedule):
     C, DK = problem.chunk_size, problem.head_dim_k
     H, HV, GROUP = problem.num_heads, problem.num_value_heads, problem.group_size
     HEADS, KEYS = schedule["value_heads_per_cta"], key_heads(problem, schedule)
-    TILE = tile_rows(problem)
+    TILE, STRIPS = tile_rows(problem), min(WARPS, HEADS)
     dtype = problem.dtype
     blocks = HV // HEADS
     num_tokens = T.dynamic("num_tokens")
@@ -127,12 +127,15 @@ def prim_func(problem: Problem, schedule: Schedule):
         tx = T.get_thread_binding()
         if tx < 32:
             T.copy(strips[0, :, 0:columns], a[slot, first_head, row : row + STRIP_ROWS, 0:columns])
-        elif tx < 64:
-            T.copy(strips[1, :, 0:columns], a[slot, first_head + 1, row : row + STRIP_ROWS, 0:columns])
-        elif tx < 96:
-            T.copy(strips[2, :, 0:columns], a[slot, first_head + 2, row : row + STRIP_ROWS, 0:columns])
-        else:
-            T.copy(strips[3, :, 0:columns], a[slot, first_head + 3, row : row + STRIP_ROWS, 0:columns])
+        if STRIPS > 1:
+            if tx >= 32 and tx < 64:
+                T.copy(strips[1, :, 0:columns], a[slot, first_head + 1, row : row + STRIP_ROWS, 0:columns])
+        if STRIPS > 2:
+            if tx >= 64 and tx < 96:
+                T.copy(strips[2, :, 0:columns], a[slot, first_head + 2, row : row + STRIP_ROWS, 0:columns])
+        if STRIPS > 3:
+            if tx >= 96:
+                T.copy(strips[3, :, 0:columns], a[slot, first_head + 3, row : row + STRIP_ROWS, 0:columns])
 
     @T.prim_func
     def kkt_inverse(
@@ -146,7 +149,7 @@ def prim_func(problem: Problem, schedule: Schedule):
         with T.Kernel(num_slots * blocks, threads=32 * WARPS, prelude=INVERSE_CUDA) as block:
             T.annotate_min_blocks_per_sm(schedule["min_ctas_per_sm"])
             k_s = T.alloc_shared((KEYS, TILE, DK), dtype)
-            strips = T.alloc_shared((WARPS, STRIP_ROWS, C), dtype)
+            strips = T.alloc_shared((STRIPS, STRIP_ROWS, C), dtype)
             beta_s = T.alloc_shared((HEADS * C,), "float32", scope="shared")
             gates_s = T.alloc_shared((HEADS * C,), "float32", scope="shared")
             kk = T.alloc_fragment((C, C), "float32")
