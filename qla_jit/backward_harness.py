@@ -85,6 +85,7 @@ def backward_grad_tensors(problem: Problem, inputs, owned: torch.Tensor) -> tupl
     """(arguments of `backward_grad`, its float64 reference on the very states, effects and gradients it is given)."""
     do, dfinal = gradient_of_outputs(inputs)
     of_chunks = chunk_inputs(problem, inputs, owned)
+    del of_chunks["a"]
     q, k, g, beta, cu = inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_host
     states, effects = recompute_state_reference(k, inputs.v, g, beta, inputs.initial_state, cu)
     dstates, dv, _ = backward_state_reference(q, k, g, beta, do, inputs.scale, dfinal, cu)

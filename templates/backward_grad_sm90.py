@@ -34,7 +34,7 @@ taken as 0 there.  All exchange between threads goes through mbarriers.  Product
 """
 
 from qla_jit.config import Problem
-from qla_jit.schedule import Parameter, Role, Schedule
+from qla_jit.schedule import Parameter, Role, Rule, Schedule
 from qla_jit.template import SharedBuffer, Template, Work
 
 from .fragments_sm90 import FRAGMENTS_CUDA
@@ -49,8 +49,8 @@ REGISTERS = ("40/192/136/144", "40/184/144/144")
 PARAMETERS = (
     Parameter("chunks_per_cta", (1, 2, 4), 2, "slots whose chunks a CTA has one after another"),
     Parameter("stages_kq", (1, 2), 2, "K and Q stages; two load the next chunk's while this one ends"),
-    Parameter("stages_e", (1, 2), 2, "E stages"),
-    Parameter("stages_do", (1, 2), 1, "dO stages"),
+    Parameter("stages_e", (1, 2), 1, "E stages"),
+    Parameter("stages_do", (1, 2), 2, "dO stages"),
     Parameter("registers", REGISTERS, REGISTERS[0], "registers per thread of load, products, dq and dk"),
 )
 
@@ -103,11 +103,30 @@ def work(problem: Problem, schedule: Schedule) -> Work:
     return Work(flops=flops, bytes_read=read, bytes_written=2 * 2 * c * dk // group + 2 * 4 * c)
 
 
+def _small(problem: Problem) -> bool:
+    return problem.head_dim_k * problem.head_dim_v <= 64 * 128
+
+
+def _known_to_spill(problem: Problem, schedule: Schedule, arch) -> str | None:
+    if _small(problem) or schedule["stages_kq"] == 1:
+        return None
+    stages = schedule["stages_e"], schedule["stages_do"]
+    if problem.group_size != 2 and stages == (1, 2) and schedule["registers"] == REGISTERS[0]:
+        return None
+    return (
+        f"two stages of K and Q spill 4 to 12 B, but beside one of E and two of dO with {REGISTERS[0]} registers, "
+        "and with two value heads per key head in any case"
+    )
+
+
+RULES = (Rule("does_not_spill", _known_to_spill),)
+
+
 def adapt(problem: Problem, schedule: Schedule) -> Schedule:
-    """Where the head dims leave room, the next head's dO is loaded ahead, too."""
-    if problem.head_dim_k * problem.head_dim_v <= 64 * 128:
-        return schedule.replace(stages_do=2)
-    return schedule
+    """Where the head dims leave room, the next head's E is loaded ahead, too; where K and Q have one stage, as well."""
+    if _small(problem):
+        return schedule.replace(stages_e=2)
+    return schedule.replace(stages_kq=1, stages_e=2) if problem.group_size == 2 else schedule
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -476,7 +495,7 @@ TEMPLATE = Template(
     archs=("sm90",),
     preferred=("sm90",),
     parameters=PARAMETERS,
-    rules=(),
+    rules=RULES,
     roles=roles,
     buffers=buffers,
     barriers=barriers,

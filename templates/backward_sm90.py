@@ -46,6 +46,24 @@ __device__ __forceinline__ void store_operand_transposed(const Operand* operand,
   }
 }
 
+// As lower_operand, without the diagonal.
+template <typename Element>
+__device__ __forceinline__ void below_diagonal_operand(const float* acc, Element* operand) {
+  int lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
+  unsigned* words = reinterpret_cast<unsigned*>(operand);
+  const unsigned edge = column + 1 < row ? 0xffffffffu : column < row ? 0xffffu : 0u;
+  by_warp([&](auto position) {
+    constexpr int warp = decltype(position)::value;
+#pragma unroll
+    for (int word = 0; word < 16; ++word) {
+      const int block = word >> 2, part = word & 3;
+      unsigned both = pack(acc[word * 2], acc[word * 2 + 1], operand);
+      if (block == warp && (part == 0 || part == 3)) both &= edge;
+      words[word] = block < warp || (block == warp && part != 2) ? both : 0u;
+    }
+  });
+}
+
 // acc <- Vt - gamma * acc, and operand the same, rounded; otherwise as subtract_from_values.
 template <int Pairs, typename Element>
 __device__ __forceinline__ void left_of_values(float* acc, const unsigned* pairs, const float* first,
@@ -113,15 +131,6 @@ __device__ __forceinline__ void round_and_negate(const float* acc, const float* 
       reinterpret_cast<unsigned*>(negative)[j * 2 + i] = pack(-f.x * value[0], -f.y * value[1], negative);
     }
   }
-}
-
-// The gates of one chunk, by one warp; lane l brings log_gamma of tokens 2 l and 2 l + 1.  gamma <- 2^g;
-// tail <- 2^(g_63 - g).
-__device__ __forceinline__ void write_chunk_gates(const float* pair, float* gamma, float* tail) {
-  const int token = (threadIdx.x & 31) * 2;
-  const float end = __shfl_sync(0xffffffffu, pair[1], 31);
-  *reinterpret_cast<float2*>(gamma + token) = make_float2(exp2f(pair[0]), exp2f(pair[1]));
-  *reinterpret_cast<float2*>(tail + token) = make_float2(exp2f(end - pair[0]), exp2f(end - pair[1]));
 }
 
 }  // namespace qla

@@ -183,24 +183,6 @@ __device__ __forceinline__ void lower_operand(const float* acc, Element* operand
   });
 }
 
-// As lower_operand, without the diagonal.
-template <typename Element>
-__device__ __forceinline__ void below_diagonal_operand(const float* acc, Element* operand) {
-  int lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
-  unsigned* words = reinterpret_cast<unsigned*>(operand);
-  const unsigned edge = column + 1 < row ? 0xffffffffu : column < row ? 0xffffu : 0u;
-  by_warp([&](auto position) {
-    constexpr int warp = decltype(position)::value;
-#pragma unroll
-    for (int word = 0; word < 16; ++word) {
-      const int block = word >> 2, part = word & 3;
-      unsigned both = pack(acc[word * 2], acc[word * 2 + 1], operand);
-      if (block == warp && (part == 0 || part == 3)) both &= edge;
-      words[word] = block < warp || (block == warp && part != 2) ? both : 0u;
-    }
-  });
-}
-
 // Two neighbouring 16 x 8 accumulator blocks of this warp -> rows 16 warp .., columns `column` .. of a swizzled tile.
 template <typename Element>
 __device__ __forceinline__ void store_block(const unsigned* pairs, Element* tile, int column) {

@@ -136,34 +136,6 @@ __device__ __forceinline__ void decay_factors(float* decay, const float* log_gam
       [&](int j, int i) { decay[j * 4 + i * 2] = decay[j * 4 + i * 2 + 1] = 0.f; });
 }
 
-// operand <- tril(acc, -1), rounded, as the register operand A of the next product.
-template <typename Element>
-__device__ __forceinline__ void strictly_lower_operand(const float* acc, Element* operand) {
-  unsigned* words = reinterpret_cast<unsigned*>(operand);
-  const int off = from_diagonal();
-  const unsigned edge = off < -1 ? 0xffffffffu : off < 0 ? 0xffffu : 0u;
-  each_lower(
-      [&](int j, int i, bool diagonal) {
-        const unsigned both = pack(acc[j * 4 + i * 2], acc[j * 4 + i * 2 + 1], operand);
-        words[j * 2 + i] = diagonal ? both & edge : both;
-      },
-      [&](int j, int i) { words[j * 2 + i] = 0u; });
-}
-
-// operand <- (I - acc)∘decay, rounded, where acc is strictly lower: its diagonal is 1.
-template <typename Element>
-__device__ __forceinline__ void unit_lower_operand(const float* acc, const float* decay, Element* operand) {
-  unsigned* words = reinterpret_cast<unsigned*>(operand);
-  const int off = from_diagonal();
-  each_lower(
-      [&](int j, int i, bool diagonal) {
-        const int n = j * 4 + i * 2;
-        const float x = -acc[n] * decay[n], y = -acc[n + 1] * decay[n + 1];
-        words[j * 2 + i] = pack(diagonal && off == 0 ? 1.f : x, diagonal && off == -1 ? 1.f : y, operand);
-      },
-      [&](int j, int i) { words[j * 2 + i] = 0u; });
-}
-
 // Address of this lane's row in a 16 x 16 block of a swizzled tile, for matrix loads and stores: columns 0 .. 15 of
 // this warp's rows.  Block b of the panel is at address ^ 32 b.  Hidden from the compiler, which would otherwise keep
 // the addresses of all blocks in registers from one use to the next.
@@ -180,19 +152,6 @@ __device__ __forceinline__ void store_matrices(unsigned address, const unsigned*
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
-}
-
-// tile[r, column0 + c] <- acc[r, c], 64 columns.
-template <typename Element>
-__device__ __forceinline__ void store_rounded(const float* acc, Element* tile, int column0) {
-  const unsigned address = rows_address(tile + column0 * 64);
-#pragma unroll
-  for (int block = 0; block < 4; ++block) {
-    unsigned words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = pack(acc[block * 8 + i * 2], acc[block * 8 + i * 2 + 1], tile);
-    store_matrices(address ^ (block * 32), words);
-  }
 }
 
 // tile <- dP = scale tril(D1)∘decay∘beta_column;  scores <- X = scale scores∘decay∘D1, below and on the diagonal.

@@ -61,8 +61,8 @@ def two_step_operands_role(C, DK, stages_kq, stages_a, stages_xb, dtype, backwar
     """A TileLang macro of one warp group that makes X and scale B∘Γ, B = tril(Q Kᵀ) Ã, of each chunk.
 
     Its arguments: chunks, length (tokens in all), scale, tiles, gates, and the rings' barriers.  Q Kᵀ of the next chunk
-    runs behind the last store of a chunk.  strict: B = tril(Q Kᵀ, −1) Ã.  backwards: the last chunk comes first, and rows past the end are cleared in
-    Q as well, because the backward multiplies them by zeros.
+    runs behind the last store of a chunk.  backwards: the last chunk comes first, and rows past the end are cleared in
+    Q as well, because the backward multiplies them by zeros.  strict: B = tril(Q Kᵀ, −1) Ã.
     """
     import tilelang.language as T
 

@@ -6,15 +6,16 @@
 E is U / β, β zero or not, and all that the gradients need of Y.  Leaves, of each chunk, Sᵀ before it as the products
 read it (`states`), and E (`effects`), both in the dtype of V.
 
-| role      | warps  | per chunk, in order                                 | waits for             | signals               |
-| --------- | ------ | --------------------------------------------------- | --------------------- | --------------------- |
-| load      | 1      | TMA K; Ã without its zero quarter; V                | k/a/v_free            | k/a/v_full            |
-| gates     | 1      | log γ → γ, γ_C/γ, −Γ                                | k_free                | k_full                |
-| store × n | 1 each | Sᵀ, E tiles to memory (TMA; rows at a tail)         | s/e_full              | s/e_free              |
-| operands  | 4      | K Kᵀ, Ã → −B∘Γ; Ãᵀ K γ_C/γ → X                      | k/a_full, xb_free     | xb_full, k/a_free     |
-| state × n | 4 each | Sᵀ tile; K S → Y → Xᵀ Y, E; E tile; S rounded       | k/v/xb_full, s/e_free | k/v/xb_free, s/e_full |
+| role      | warps  | per chunk, in order                           | waits for             | signals               |
+| --------- | ------ | --------------------------------------------- | --------------------- | --------------------- |
+| load      | 1      | TMA K; Ã without its zero quarter; V          | k/a/v_free            | k/a/v_full            |
+| gates     | 1      | log γ → γ, γ_C/γ, −Γ                          | k_free                | k_full                |
+| store × n | 1 each | Sᵀ, E tiles to memory (TMA; rows at a tail)   | s/e_full              | s/e_free              |
+| operands  | 4      | K Kᵀ, Ã → −B∘Γ; Ãᵀ K γ_C/γ → X                | k/a_full, xb_free     | xb_full, k/a_free     |
+| state × n | 4 each | Sᵀ tile; K S → Y → Xᵀ Y, E; E tile; S rounded | k/v/xb_full, s/e_free | k/v/xb_free, s/e_full |
 
-Stages: K and gates `stages_k`; Ã, V two each; X with B `stages_x`; the tiles that leave one per state group (n of them).
+Stages: K and gates `stages_k`; Ã, V two each; X with B `stages_x`; the tiles that leave one per state group (n of
+them).
 Products, barriers and ptxas' rules as in `fused_forward`.  May start before `kkt_inverse` has ended (programmatic
 dependent launch).
 """
@@ -34,7 +35,7 @@ STAGES_A = 2
 STAGES_V = 2
 
 #: load/operands/state registers per thread.  Two state groups share 512 per lane of the register file; one has 504.
-REGISTERS = ("40/104/184", "32/96/192", "40/168/240")
+REGISTERS = ("40/104/184", "40/168/240")
 
 PARAMETERS = (
     Parameter("dv_split", (1, 2, 4), 1, "CTAs that share one value head, each with head_dim_v / dv_split columns"),
@@ -202,9 +203,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.wait_wgmma(0)
             T.barrier_arrive(xb_free[xx])
             T.barrier_wait(e_free[w], (i + 1) % 2)
-            T.call_extern(
-                "handle", "qla::store_transposed", y.data, T.access_ptr(e_s[w, 0, 0], "w"), warp_row - w * 64
-            )
+            T.call_extern("handle", "qla::store_transposed", y.data, T.access_ptr(e_s[w, 0, 0], "w"), warp_row - w * 64)
             T.copy(state, state_op)  # of the next chunk, while the stores land
             T.fence_proxy_async()
             T.barrier_arrive(e_full[w])
