@@ -5,7 +5,8 @@ With the update gate folded into the columns, no later kernel of the forward nee
 state's transfer (`A' diag(β)` of (12)) and the backward (dV = (Ã∘Γ)ᵀ dU).  A CTA makes K Kᵀ once per key head; then
 each warp inverts one value head by itself (`inverse_sm90`).  Rows and columns of absent tokens of a partial chunk are
 exactly zero; their gates repeat the last present value, so a chunk's last gate is always its whole decay.  The upper
-right quarter of Ã, zero by definition, is not written: device memory limits this kernel.
+right quarter of Ã, zero by definition, is not written: device memory limits this kernel.  The last slot comes first:
+what follows begins with the first chunks of the first sequences, whose K and Ã are then still in L2.
 
 | step     | threads    | does                                                                        |
 | -------- | ---------- | --------------------------------------------------------------------------- |
@@ -158,7 +159,7 @@ def prim_func(problem: Problem, schedule: Schedule):
             T.annotate_layout({strips: tilelang.layout.make_half_bank_swizzled_layout(strips)})
             T.pdl_trigger()
             warp = T.get_thread_binding() // 32
-            slot = block // blocks
+            slot = num_slots - 1 - block // blocks
             first_head = block % blocks * HEADS
             seq = T.alloc_var("int32")
             seq = T.call_extern("int32", "qla::sequence_of_slot", T.access_ptr(bounds[0], "r"), num_bounds - 1, slot, C)

@@ -1,6 +1,6 @@
 """Give rows measured with older template sources today's digest, where they are of the very same kernels.
 
-    python tools/restamp.py REVISION [--jobs N] [FILE ...]
+    python tools/restamp.py REVISION [--jobs N] [--template NAME ...] [FILE ...]
 
 A row is stale as soon as a byte of its template's sources changes, a comment too.  This lowers every schedule that the
 files name with the sources of git REVISION and with those of the working tree, and compares what nvcc and the host
@@ -49,6 +49,7 @@ def answer(part: int, parts: int) -> None:
     """In one of the two trees: read specs on stdin, write the digest of each generated kernel, a line each."""
     from qla_jit import build
     from qla_jit.config import Problem
+    from qla_jit.errors import BuildError
     from qla_jit.schedule import Schedule
     from qla_jit.spec import KernelSpec
 
@@ -56,8 +57,11 @@ def answer(part: int, parts: int) -> None:
         if index % parts == part:
             values = json.loads(line)
             spec = KernelSpec(Problem.from_dict(values["problem"]), Schedule.from_dict(values["schedule"]))
-            lowered = build.lower(spec, compile_device=False)
-            made = (lowered.source, str(lowered.artifact.host_mod), lowered.smem_bytes, build.flags(spec))
+            try:
+                lowered = build.lower(spec, compile_device=False)
+                made = (lowered.source, str(lowered.artifact.host_mod), lowered.smem_bytes, build.flags(spec))
+            except BuildError as error:  # a schedule that one of the sources does not know equals nothing
+                made = (os.getcwd(), error)
             print(index, hashlib.sha256(repr(made).encode()).hexdigest(), flush=True)
 
 
@@ -112,10 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("revision")
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--template", action="append", help="look at this one alone; may be repeated")
     options = parser.parse_intermixed_args(arguments)
     folder = ROOT / "tuning_db"
     files = options.files or sorted([*folder.glob("*.jsonl"), *folder.glob("sweeps/*.jsonl")])
-    named = named_specs(files)
+    named = {name: found for name, found in named_specs(files).items() if name in (options.template or [name])}
     failed = False
     with tempfile.TemporaryDirectory(prefix="qla-restamp-") as scratch:
         before, after = (
