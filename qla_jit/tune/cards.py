@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from ..db.records import Environment
 from ..errors import ConfigError
@@ -21,9 +22,16 @@ from .worker import Worker, WorkerLostError
 MAX_CARDS_PER_REQUEST = 2
 
 
-def data_of(request: dict) -> object:
+class Data(NamedTuple):
+    """What a card makes before it can answer: some of it per problem, the rest per workload of that problem."""
+
+    problem: str
+    workload: str
+
+
+def data_of(request: dict) -> Data:
     """Equal for requests that a card answers with the same data: those of one problem and workload."""
-    return str([request.get(name) for name in ("problem", "lengths", "case")])
+    return Data(str(request.get("problem")), str([request.get(name) for name in ("lengths", "case")]))
 
 
 class Cards:
@@ -33,7 +41,7 @@ class Cards:
         self._workers = list(workers)
         self._threads = {worker: ThreadPoolExecutor(1, "card") for worker in self._workers}
         self._free = list(self._workers)
-        self._data: dict[Worker, object] = {}  # what the last request of each was about
+        self._data: dict[Worker, Data] = {}  # what the last request of each was about
         self._changed = threading.Condition()
         self._closed = False
         self._environment: Environment | None = None
@@ -94,7 +102,7 @@ class Cards:
                     return {"status": "crashed", "reason": reason}
 
     @contextmanager
-    def held(self, data: object = None) -> Iterator[Callable[[dict | None], dict]]:
+    def held(self, data: Data | None = None) -> Iterator[Callable[[dict | None], dict]]:
         """A card for several requests in a row, one that is free: call the result with a request, or with None to have
         the card probed.  data: of `data_of` the requests.  A WorkerLostError inside drops the card."""
         worker = self._take(data)
@@ -117,7 +125,7 @@ class Cards:
         finally:
             self._give(worker)
 
-    def _take(self, data: object) -> Worker:
+    def _take(self, data: Data | None) -> Worker:
         with self._changed:
             while not self._free:
                 if not self._workers or self._closed:
@@ -125,10 +133,24 @@ class Cards:
                 self._changed.wait()
             if self._closed or not self._workers:
                 raise WorkerLostError(self._reasons[-1] if self._reasons else "no card is left.")
-            worker = min(self._free, key=lambda w: (self._data.get(w) != data, self._workers.index(w)))
+            worker = min(self._free, key=lambda w: (self._distance(w, data), self._workers.index(w)))
             self._free.remove(worker)
-            self._data[worker] = data
+            if data is not None:
+                self._data[worker] = data
             return worker
+
+    def _distance(self, worker: Worker, data: Data | None) -> int:
+        """How little of ``data`` a card has; most for one whose own would be lost to a problem that is not done."""
+        own = self._data.get(worker)
+        if own is None or data is None:
+            return 2
+        return 0 if own == data else 1 if own.problem == data.problem else 3
+
+    def forget(self, request: dict) -> None:
+        """No request of this problem will come any more, so that its card is the first that another may have."""
+        with self._changed:
+            ended = data_of(request).problem
+            self._data = {worker: data for worker, data in self._data.items() if data.problem != ended}
 
     def _give(self, worker: Worker) -> None:
         with self._changed:

@@ -79,6 +79,10 @@ class Evaluator(Protocol):
         """Measure verified points in turns, ``rounds`` times, and return one trial of phase ``final`` for each."""
         ...
 
+    def ended(self, problem: Problem) -> None:
+        """Nothing of this problem will be asked for any more."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -257,6 +261,9 @@ class LiveEvaluator:
             sm_mhz=answer.get("sm_mhz"),
             memory_mhz=answer.get("memory_mhz"),
         )
+
+    def ended(self, problem: Problem) -> None:
+        self._cards.forget({"problem": problem.as_dict()})
 
     def close(self) -> None:
         self._cards.close()

@@ -79,6 +79,9 @@ class ReplayEvaluator:
     def ready(self, problem: Problem, schedule: Schedule) -> bool:
         return True
 
+    def ended(self, problem: Problem) -> None:
+        """Recorded times take no preparation."""
+
     def evaluate(
         self,
         problem: Problem,

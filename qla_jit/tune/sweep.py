@@ -106,7 +106,7 @@ class Sweep:
             search_end = None if end is None else end - FINALS_SHARE * (end - time.monotonic())
             searches = lambda group=group, end=search_end: SideBySide(self._searches(group, end))
             races = lambda group=group: SideBySide(iter(self._races(group)))
-            yield InTurn(iter((searches, races)), lambda group=group: self._name_overall(group, report))
+            yield InTurn(iter((searches, races)), lambda group=group: self._ended(group, report))
 
     def _share(self, first: int) -> float | None:
         """When the group must be done: what is left, split by the points that the remaining groups have, so many of
@@ -179,7 +179,8 @@ class Sweep:
             unit, racers, topic, self.evaluator, self.lanes, self.board, self.end, self.listener.racing, self._raced
         )  # fmt: skip
 
-    def _name_overall(self, group: list[Unit], report: Report) -> None:
+    def _ended(self, group: list[Unit], report: Report) -> None:
+        self.evaluator.ended(group[0].problem)
         finals, trials = {unit.workload: unit.final for unit in group}, sum(len(unit.trials) for unit in group)
         overall = overall_row(finals, group[0].space.default, trials)
         if overall is not None:

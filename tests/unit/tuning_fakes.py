@@ -163,6 +163,9 @@ class FakeEvaluator:
     def ready(self, problem, schedule):
         return True
 
+    def ended(self, problem):
+        """Nothing was prepared."""
+
     def evaluate(self, problem, workload, schedule, deadline=None, search_s=0.0):
         if self._stop_after is not None and len(self.asked) >= self._stop_after:
             raise KeyboardInterrupt
