@@ -19,8 +19,13 @@ from ..resources import is_feasible
 from ..schedule import Schedule
 from .records import ALL_WORKLOADS, BestRow, CostModel
 
-#: Rows farther than this are not used: 4 is, for example, a quarter of both head counts.
+#: Rows farther than this are not used: 4 is, for example, a sixteenth of both head counts.
 MAX_DISTANCE = 4.0
+#: What a factor in the value heads per key head counts beside one in the value heads: twice where a CTA has the value
+#: heads of a key head together, half where each has its own.  By the recorded sweeps of seventeen head configurations
+#: (`tools/nearest_study.py`), where it matters in the first kind alone.
+KEY_HEAD_WEIGHT, VALUE_HEAD_WEIGHT = 2.0, 0.5
+KEY_HEAD_KERNELS = ("kkt_inverse", "backward_grad")
 KINDS = ("exact", "stale", "nearest", "default")
 
 
@@ -32,7 +37,7 @@ class TuningWarning(UserWarning):
 class Match:
     """A schedule and where it came from.
 
-    kind: one of `KINDS`.  layer: ``user``, ``shipped``, or None for the default.  distance: Σ |Δ log2 heads|.
+    kind: one of `KINDS`.  layer: ``user``, ``shipped``, or None for the default.  distance: see `distance`.
     stale: the row was measured with an older source of its template.  passed_over: rows that would have been preferred,
     but whose schedule breaks a rule for this problem.
     """
@@ -80,13 +85,16 @@ def family(problem: Problem) -> Problem:
 
 
 def distance(a: Problem, b: Problem) -> float:
-    """Σ |Δ log2| over the head counts; infinite where one problem has a count that the other lacks."""
+    """|Δ log2| of the value heads, and that of the value heads per key head by its weight (`KEY_HEAD_WEIGHT`); infinite
+    where one problem has a count that the other lacks."""
+    if (a.num_heads is None, a.num_value_heads is None) != (b.num_heads is None, b.num_value_heads is None):
+        return math.inf
     total = 0.0
-    for x, y in ((a.num_heads, b.num_heads), (a.num_value_heads, b.num_value_heads)):
-        if (x is None) != (y is None):
-            return math.inf
-        if x is not None:
-            total += abs(math.log2(x / y))
+    if a.num_value_heads is not None:
+        total += abs(math.log2(a.num_value_heads / b.num_value_heads))
+    if a.num_heads is not None:
+        weight = KEY_HEAD_WEIGHT if a.kernel in KEY_HEAD_KERNELS else VALUE_HEAD_WEIGHT
+        total += weight * abs(math.log2(a.group_size / b.group_size))
     return total
 
 

@@ -103,7 +103,7 @@ def test_show_says_where_each_schedule_comes_from(tmp_path, capsys):
         db.store.put_best(best(problem_=problem(8, 32)))
     assert call("show", "--heads", "8:32,16:64,1:1", "--kernels", "fused_forward", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(r["kind"], r["distance"]) for r in rows] == [("exact", 0.0), ("nearest", 2.0), ("default", 0.0)]
+    assert [(r["kind"], r["distance"]) for r in rows] == [("exact", 0.0), ("nearest", 1.0), ("default", 0.0)]
     assert call("show", "--heads", "16:64", "--kernels", "fused_forward") == 0
     assert "nearest row of the user database" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ from tuning_fakes import add_rows_of_a_gone_kernel, best, cost_model, fake_templ
 from qla_jit.config import OpConfig
 from qla_jit.db import jsonl, layers, lookup, schema
 from qla_jit.db.layers import Database
-from qla_jit.db.lookup import TuningWarning, choose, command, distance
+from qla_jit.db.lookup import TuningWarning, choose, command, distance, ranked
 
 
 @pytest.fixture(autouse=True)
@@ -34,22 +34,31 @@ def test_nothing_tuned_gives_the_template_default():
 
 
 @pytest.mark.parametrize(
-    ("heads", "expected"), [((16, 64), 0.0), ((8, 64), 1.0), ((8, 32), 2.0), ((16, 48), pytest.approx(0.415, abs=1e-3))]
+    ("heads", "expected"), [((16, 64), 0.0), ((8, 64), 0.5), ((8, 32), 1.0), ((16, 48), pytest.approx(0.623, abs=1e-3))]
 )
-def test_distance_is_the_sum_of_log2_head_ratios(heads, expected):
+def test_distance_is_that_of_value_heads_and_half_that_of_their_groups(heads, expected):
     assert distance(problem(*heads), problem(16, 64)) == expected
+
+
+def test_groups_count_more_where_a_cta_has_all_of_a_group():
+    def kkt(*heads):
+        return OpConfig(*heads).problem("kkt_inverse")
+
+    assert distance(kkt(8, 64), kkt(16, 64)) == 2.0 and distance(kkt(8, 32), kkt(16, 64)) == 1.0
+    near = ranked(kkt(1, 4), user(*(best(problem_=kkt(*heads)) for heads in ((2, 4), (2, 8), (4, 4)))))
+    assert [m.row.problem for m in near] == [kkt(2, 8), kkt(2, 4), kkt(4, 4)]
 
 
 def test_nearest_row_by_heads_wins():
     rows = [best(problem_=problem(h, hv), schedule=point(a, 0)) for h, hv, a in ((2, 8, 2), (8, 32, 0), (16, 32, 2))]
     match = choose(problem(16, 48), user(*rows))
-    assert (match.kind, match.row.problem.num_heads, match.row.problem.num_value_heads) == ("nearest", 16, 32)
-    assert match.distance == pytest.approx(0.585, abs=1e-3)
+    assert (match.kind, match.row.problem.num_heads, match.row.problem.num_value_heads) == ("nearest", 8, 32)
+    assert match.distance == pytest.approx(0.792, abs=1e-3)
 
 
 def test_row_beyond_the_distance_limit_is_not_used():
-    assert choose(problem(64, 64), user(best(problem_=problem(8, 32)))).kind == "nearest"
-    assert choose(problem(64, 64), user(best(problem_=problem(4, 32)))).kind == "default"
+    assert choose(problem(64, 64), user(best(problem_=problem(2, 8)))).kind == "nearest"
+    assert choose(problem(64, 64), user(best(problem_=problem(1, 8)))).kind == "default"
 
 
 @pytest.mark.parametrize(
@@ -69,8 +78,8 @@ def test_all_but_heads_must_match_exactly(other):
 
 
 def test_infeasible_row_is_passed_over_for_the_next():
-    near = best(problem_=problem(16, 32), schedule=point(1, 0))  # a + b is odd
-    far = best(problem_=problem(8, 32))
+    near = best(problem_=problem(8, 32), schedule=point(1, 0))  # a + b is odd
+    far = best(problem_=problem(16, 32))
     match = choose(problem(), user(near, far))
     assert (match.row, match.passed_over) == (far, 1)
     assert "1 tuned row passed over that may not run for this problem" in str(match)

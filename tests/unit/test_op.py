@@ -8,7 +8,7 @@ import torch
 from qla_jit import Workspace, launch, op, workspace_bytes
 from qla_jit.activation import Activation
 from qla_jit.config import FORWARD_KERNELS, OpConfig
-from qla_jit.db import BestRow, Environment, open_db
+from qla_jit.db import BestRow, Database, Environment
 from qla_jit.errors import KernelMissingError
 from qla_jit.registry import digest, select
 
@@ -17,7 +17,7 @@ CONFIG = OpConfig(2, 4, 64, 128)
 
 @pytest.fixture
 def db(tmp_path):
-    with open_db(tmp_path / "user.sqlite") as database:
+    with Database(tmp_path / "user.sqlite", shipped=False) as database:
         yield database
 
 

@@ -95,7 +95,7 @@ def test_row_that_cannot_run_is_passed_over_with_the_rule_and_the_next_answers_f
     assert (passed.rows, passed.nearest.schedule, passed.reason) == (2, broken, "sum_is_even: a + b = 3")
     assert [m.row for m in found.others] == [farther]
     text = text_of(found)
-    assert "passed over: 2 rows" in text and "sum_is_even: a + b = 3" in text and "distance 2.00" in text
+    assert "passed over: 2 rows" in text and "sum_is_even: a + b = 3" in text and "distance 1.00" in text
 
 
 def test_stale_row_is_told_once_with_the_command_that_mends_it(db):
