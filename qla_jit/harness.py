@@ -15,7 +15,7 @@ import torch
 from . import backward_harness, launch, segment_harness
 from .config import SPLIT_KERNELS, Problem
 from .errors import ConfigError
-from .numerics import GPU_TOLERANCE, make_inputs, relative_error
+from .numerics import GPU_TOLERANCE, make_inputs, relative_errors
 from .ragged import chunk_slots
 from .reference import (
     fused_forward_reference,
@@ -101,11 +101,10 @@ class Case:
     def error(self) -> float:
         """Largest relative error over the outputs, that of fp32 outputs in units in which their bound is `tolerance`;
         inf if any is not finite."""
-        worst, found = 0.0, self.read(self.tensors)
-        for name, want in self.wanted.items():
-            error = relative_error(*(self._specified(name, x) for x in (found[name], want)))
-            worst = max(worst, error * self.tolerance / FP32_TOLERANCE.get(name, self.tolerance))
-        return worst
+        found = self.read(self.tensors)
+        pairs = ([self._specified(name, x) for x in (found[name], want)] for name, want in self.wanted.items())
+        errors = zip(self.wanted, relative_errors(pairs))
+        return max((e * self.tolerance / FP32_TOLERANCE.get(name, self.tolerance) for name, e in errors), default=0.0)
 
     def _specified(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """The part of an output that a kernel has to write."""

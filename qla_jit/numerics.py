@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,25 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     Against an all-zero (or empty) reference: 0 if ``got`` is all zero too, else inf.  Raises InputError if the shapes
     differ.
     """
-    if got.shape != want.shape:
-        raise InputError(
-            f"`got.shape == want.shape` must hold, but got {tuple(got.shape)} and {tuple(want.shape)}; "
-            "compare tensors of one layout."
-        )
-    got, want = got.detach().double(), want.detach().to(got.device).double()
-    size, gap = want.norm().item(), (got - want).norm().item()
+    return relative_errors([(got, want)])[0]
+
+
+def relative_errors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """`relative_error` of each (got, want), all of whose ``got`` are on one device, which is waited for once."""
+    norms = []
+    for got, want in pairs:
+        if got.shape != want.shape:
+            raise InputError(
+                f"`got.shape == want.shape` must hold, but got {tuple(got.shape)} and {tuple(want.shape)}; "
+                "compare tensors of one layout."
+            )
+        got, want = got.detach().double(), want.detach().to(got.device).double()
+        norms += want.norm(), (got - want).norm()
+    found = torch.stack(norms).tolist() if norms else []
+    return [_relative(size, gap) for size, gap in zip(found[::2], found[1::2])]
+
+
+def _relative(size: float, gap: float) -> float:
     if not (math.isfinite(size) and math.isfinite(gap)):
         return math.inf
     if size == 0.0:

@@ -53,6 +53,8 @@ FACTORS = (0.5, 2.0, 2 / 3, 1.5)
 NEIGHBOURS = (1.4, 1.2, 1.1, 1.05)
 FEW = 4
 FEW_SEQUENCES = 256
+#: What the better of the first two lengths may take, of the whole sequences' time, for others to be tried among more.
+HOPELESS = 1.1
 #: Factors that are tried around a length that is near already.
 STEPS = (2.0, 1.4, 1.2, 1.1)
 
@@ -250,7 +252,7 @@ class _Search:
         if longest < 2 * least:
             return f"no sequence has two segments of {least} chunks"
         self._weigh()
-        if self._models.one_wave is None and self._chain_us(0, 2) >= whole.total_us * (1 - MARGIN):
+        if not self._may_be_one_wave and self._chain_us(0, 2) >= whole.total_us * (1 - MARGIN):
             return "whole sequences already keep the card as busy as a split could"
         return ""
 
@@ -264,6 +266,8 @@ class _Search:
         for length in (-(-longest // parts), share):
             self._try(min(max(length, self._least), most), tried)
         filling = min(tried.values(), key=attrgetter("total_us")).segment_chunks
+        if self._sequences > FEW_SEQUENCES and self._least_us > HOPELESS * self._whole.total_us:
+            return
         few = len(self._counts) <= FEW
         for factor in FACTORS if few else FACTORS[:2]:
             length, losses = int(filling * factor), 0
@@ -292,7 +296,7 @@ class _Search:
         if segment_chunks in self._seen:
             return False
         self._seen.add(segment_chunks)
-        if self._models.one_wave is None:
+        if not self._may_be_one_wave:
             longest = max(self._counts)
             length = longest_segment(longest, segment_chunks, self._least)
             if self._chain_us(length, -(-longest // length)) >= self._least_us:
@@ -352,10 +356,15 @@ class _Search:
         options = self._models.options[found.kernel]
         return next(option.us_constant for option in options if option.schedule == found.schedule)
 
+    @property
+    def _may_be_one_wave(self) -> bool:
+        """Whether a split may be predicted by the one-wave form, which no sum of kernels bounds."""
+        return self._models.one_wave is not None and len(self._counts) == 1
+
     def _one_wave_us(self, segment_chunks: int, items: SplitItems) -> float | None:
         """What the one-wave form says of equal sequences in one wave, with the windows that it was fitted with."""
         model, expected = self._models.one_wave, (EXPECTED_WINDOW_SHARE, MEASURED_WARMUP_CHUNKS)
-        if model is None or len(self._counts) > 1 or (self._share, self._warmup) != expected:
+        if not self._may_be_one_wave or (self._share, self._warmup) != expected:
             return None
         if any(sum(of.values()) > self._sm_count for of in (items.forward, items.values)):
             return None

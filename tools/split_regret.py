@@ -6,11 +6,12 @@
     python tools/split_regret.py replan FILE
 
 measure: per batch the operator's time, CUDA-graph median with a cold L2, for whole sequences, for those with the long
-ones first where the plan asks for that, for the segments that it chose, and for segment lengths around them; one JSON
-line a batch, as soon as it is known, so an interrupted run keeps what it has.  Batches: `core`, the head configurations
-and layouts of the benchmark's core set; `random`, 60 ragged batches of 1 to 64 sequences, 64 to 65,536 tokens each
-(131,072 in all), 2 to 64 value heads and any share of heads that decay, drawn from a fixed seed; `backward`, the
-backward of the layouts and head configurations that training is measured with.
+ones first where the plan asks for that, for the segments that it chose, and for segment lengths around them; the plan
+that is told the share of windows runs by its own schedules, as `N told` where these are others.  One JSON line a batch,
+as soon as it is known, so an interrupted run keeps what it has.  Batches: `core`, the head configurations and layouts
+of the benchmark's core set; `random`, 60 ragged batches of 1 to 64 sequences, 64 to 65,536 tokens each (131,072 in
+all), 2 to 64 value heads and any share of heads that decay, drawn from a fixed seed; `backward`, the backward of the
+layouts and head configurations that training is measured with.
 
 report: regret, the plan's time over the best of its batch; the same of the plan that is told the share of heads with
 windows, and of never splitting.
@@ -89,6 +90,14 @@ def name_of(plan) -> str:
     return "ordered" if plan.chosen.is_ordered else str(plan.segment_chunks or "whole")
 
 
+def names_of(plans: list) -> list[str]:
+    """Of what the plan and the told one choose; the latter is named apart where its schedules are others, because a
+    length alone does not say how it runs."""
+    first, second = plans
+    apart = second.schedules != first.schedules and second.segment_chunks is not None
+    return [name_of(first), name_of(second) + " told" * apart]
+
+
 def plans_of(models, batch: dict, sm_count: int) -> list:
     """The plan of a batch, and that which is told the share of heads with windows."""
     from qla_jit.split_plan import plan_split
@@ -106,33 +115,41 @@ def tried_lengths(problem, batch: dict, plans: list, sm_count: int) -> list[int]
     return sorted({*around, *(plan.segment_chunks for plan in plans if plan.segment_chunks is not None)})
 
 
-def forward_runs(batch: dict, x, device, sm_count: int) -> tuple[dict[str, Callable], list]:
-    """(what runs the forward of a batch in every way that is measured, its plans)."""
+def forward_runs(batch: dict, x, device, sm_count: int) -> tuple[dict[str, Callable], list, list[str]]:
+    """(what runs the forward of a batch in every way that is measured, its plans, which ways they choose).
+
+    The plans run by their own schedules, and all other lengths by those of the first.
+    """
     from qla_jit import dispatch
     from qla_jit.config import SPLIT_KERNELS, OpConfig
 
     operator, window = dispatch.compiled(OpConfig(*batch["heads"])), batch["window"]
     plans = plans_of(operator._models, batch, sm_count)
+    names = names_of(plans)
     tokens = [t[0] for t in x.tokens]
+
+    def split(chunks: int, plan):
+        cut = plan.segment_chunks is not None
+        schedules = {name: plan.schedules[name] for name in SPLIT_KERNELS} if cut else None
+        return operator.split(x.cu_host, chunks, device, window, schedules)
+
     forwards = {"whole": operator.choose(x.cu_host, device)}
-    schedules = None
-    if plans[0].segment_chunks is not None:
-        schedules = {name: plans[0].schedules[name] for name in SPLIT_KERNELS}
-    for plan in plans:
+    for plan, name, share in zip(plans, names, (None, batch["percent"] / 100)):
         if plan.chosen.is_ordered:
-            forwards["ordered"] = operator.ordered(x.cu_host, device, plan.schedules["segment_forward"])
+            forwards[name] = operator.ordered(x.cu_host, device, plan.schedules["segment_forward"])
         elif plan.segment_chunks is None:
-            forwards["whole"] = operator.choose(x.cu_host, device, True, window, batch["percent"] / 100)
+            forwards[name] = operator.choose(x.cu_host, device, True, window, share)
+        else:
+            forwards[name] = split(plan.segment_chunks, plan)
     for chunks in tried_lengths(operator.config.problem("segment_forward"), batch, plans, sm_count):
-        split = operator.split(x.cu_host, chunks, device, window, schedules)
-        if split is not None:
-            forwards[str(chunks)] = split
+        if str(chunks) not in forwards and (forward := split(chunks, plans[0])) is not None:
+            forwards[str(chunks)] = forward
     run = lambda forward: lambda: operator(*tokens, x.cu_seqlens, forward=forward)
-    return {name: run(forward) for name, forward in forwards.items()}, plans
+    return {name: run(forward) for name, forward in forwards.items()}, plans, names
 
 
-def backward_runs(batch: dict, x, device, sm_count: int) -> tuple[dict[str, Callable], list]:
-    """The same of its backward."""
+def backward_runs(batch: dict, x, device, sm_count: int) -> tuple[dict[str, Callable], list, list[str]]:
+    """The same of its backward, all by the schedules of the first plan that has them."""
     from qla_jit import dispatch
     from qla_jit.backward_harness import gradient_of_outputs
     from qla_jit.config import BACKWARD, OpConfig
@@ -152,7 +169,7 @@ def backward_runs(batch: dict, x, device, sm_count: int) -> tuple[dict[str, Call
             walks[str(chunks)] = split
     tokens, do = [t[0] for t in x.tokens], gradient_of_outputs(x)[0][0]
     run = lambda walk: lambda: operator(*tokens, x.cu_seqlens, x.scale, do, walks=walk)
-    return {name: run(walk) for name, walk in walks.items()}, plans
+    return {name: run(walk) for name, walk in walks.items()}, plans, [name_of(plan) for plan in plans]
 
 
 def graph_us(run: Callable, flush) -> float:
@@ -192,13 +209,13 @@ def measure(options: argparse.Namespace) -> None:
             gates = f"mild:{batch['percent']}"
             x = make_inputs(lengths, *heads, device="cuda", draw_on="cuda", seed=number, gates=gates)
             runs_of = backward_runs if batch.get("pass") == "backward" else forward_runs
-            runs, (planned, hinted) = runs_of(batch, x, device, properties.multi_processor_count)
+            runs, (planned, hinted), names = runs_of(batch, x, device, properties.multi_processor_count)
             us = {name: graph_us(run, flush) for name, run in runs.items()}
             row = batch | {
                 "us": us,
-                "planned": name_of(planned),
+                "planned": names[0],
                 "predicted_us": planned.chosen.total_us,
-                "hinted": name_of(hinted),
+                "hinted": names[1],
                 "hinted_us": hinted.chosen.total_us,
                 "gpu": properties.name,
             }

@@ -93,7 +93,8 @@ def chunk_counts(lengths: Sequence[int], chunk_size: int) -> dict[int, int]:
 
     Where more than `MOST_LENGTHS` differ, those within a quarter of an octave count as their mean; the longest stays.
     """
-    counts = Counter([-(-length // chunk_size) for length in lengths])
+    last = chunk_size - 1
+    counts = Counter([(length + last) // chunk_size for length in lengths])
     counts.pop(0, None)
     return _merged(counts) if len(counts) > MOST_LENGTHS else dict(counts)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qla_jit.errors import InputError
-from qla_jit.numerics import GATES, make_inputs, relative_error, tolerance
+from qla_jit.numerics import GATES, make_inputs, relative_error, relative_errors, tolerance
 
 
 def test_relative_error_is_a_ratio_of_norms():
@@ -97,3 +97,14 @@ def test_knobs_for_keys_and_beta():
     k = make_inputs([200], 1, 1, 64, 64, torch.float32, key_correlation=0.5).k[0, :, 0]
     off = (k @ k.T).tril(-1)
     assert 0.4 < off.sum() / (200 * 199 / 2) < 0.6
+
+
+def test_errors_of_many_are_those_of_each():
+    gen = torch.Generator().manual_seed(0)
+    want = [torch.randn(5, 3, generator=gen), torch.zeros(2), torch.ones(4), torch.ones(4)]
+    got = [want[0] * 1.01, torch.zeros(2), torch.full((4,), float("nan")), torch.ones(4) * 2]
+    found = relative_errors(zip(got, want))
+    assert found == [relative_error(*pair) for pair in zip(got, want)]
+    assert found == [pytest.approx(0.01, rel=1e-5), 0.0, math.inf, 1.0] and relative_errors([]) == []
+    with pytest.raises(InputError, match="got.shape == want.shape"):
+        relative_errors([(want[0], want[0]), (want[0], want[1])])

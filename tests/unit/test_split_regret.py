@@ -5,6 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from pretended_card import forget_operators, pretend
+
+from qla_jit.numerics import make_inputs
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "split_regret.py"
 
@@ -68,3 +72,23 @@ def test_replan_judges_what_would_be_planned_now(tool, tmp_path, capsys):
     assert [row[1].strip() for row in rows] == ["the plan", "told the share"]
     for row in rows:
         assert row[2].strip() == "2 of 2" and 0 <= float(row[4].strip(" %")) < 100 and row[5].strip().startswith("-")
+
+
+def test_both_plans_are_measured_by_their_own_schedules(tool, monkeypatch):
+    launched = []
+
+    def load(artifact):
+        return lambda *arguments: launched.append(artifact.spec.schedule)
+
+    pretend(monkeypatch, load)
+    batch = {"heads": (1, 4), "lengths": [630, 3535, 1793, 402, 18955], "percent": 25, "window": tool.WINDOW}
+    x = make_inputs(batch["lengths"], *batch["heads"])
+    runs, plans, names = tool.forward_runs(batch, x, torch.device("cpu"), 132)
+    assert set(names) <= set(runs) and "whole" in runs and len(runs) > 4
+    assert names[0] == str(plans[0].segment_chunks) and names[1].split()[0] == str(plans[1].segment_chunks)
+    for name, plan in zip(names, plans):
+        launched.clear()
+        runs[name]()
+        assert launched == list(plan.schedules.values())
+    assert (names[1].endswith(" told")) == (plans[0].schedules != plans[1].schedules)
+    forget_operators()
