@@ -1,8 +1,8 @@
 """Float64 references of the kernels of the backward pass, one per kernel, chunk by chunk.
 
-Written to be obviously right, not fast: loops over chunks, vectorised over heads.  With γ the decay from the chunk's
-start, Γ_ij = γ_i / γ_j (i ≥ j), Ã = A' diag(β) of `kkt_inverse`, S the state before the chunk and dS the gradient of
-the state that leaves it:
+Written to be obviously right, not fast: loops over chunks, vectorised over heads and over chunks that do not wait for
+each other.  With γ the decay from the chunk's start, Γ_ij = γ_i / γ_j (i ≥ j), Ã = A' diag(β) of `kkt_inverse`, S the
+state before the chunk and dS the gradient of the state that leaves it:
 
     Y = V − diag(γ) K S      U = (Ã∘Γ) Y      Z = dV = (Ã∘Γ)ᵀ dU      dU = scale (tril(Q Kᵀ)∘Γ)ᵀ dO + diag(γ_C/γ) K dS
     S ← γ_C S + (diag(γ_C/γ) K)ᵀ U            dS ← γ_C dS + scale (diag(γ) Q)ᵀ dO − (diag(γ) K)ᵀ Z
@@ -14,64 +14,80 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from .ragged import chunk_slots, cumulative_lengths
-from .reference import kkt_inverse_reference
+from .ragged import cumulative_lengths
+from .reference import CHUNKS_AT_ONCE, kkt_inverse_reference
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """One chunk of every value head: rows of tokens as ``[HV, c, ...]``, factors of its gates, and where it lies."""
+class _Chunks:
+    """n chunks of c tokens each, of every value head, that do not wait for each other: rows of tokens as
+    ``[n, HV, c, ...]``, factors of their gates, and where they lie."""
 
-    slot: int
-    tokens: slice
+    sequences: torch.Tensor  # [n]
+    slots: torch.Tensor  # [n]
+    tokens: torch.Tensor  # [n, c]
     rows: dict[str, torch.Tensor]
-    log_gamma: torch.Tensor  # [HV, c]
+    log_gamma: torch.Tensor  # [n, HV, c]
 
     @property
     def gamma(self) -> torch.Tensor:
-        """γ, ``[HV, c, 1]``."""
+        """γ, ``[n, HV, c, 1]``."""
         return self.log_gamma.exp()[..., None]
 
     @property
     def tail(self) -> torch.Tensor:
-        """γ_C/γ, ``[HV, c, 1]``."""
-        return (self.log_gamma[:, -1:] - self.log_gamma).exp()[..., None]
+        """γ_C/γ, ``[n, HV, c, 1]``."""
+        return (self.log_gamma[..., -1:] - self.log_gamma).exp()[..., None]
 
     @property
     def end(self) -> torch.Tensor:
-        """γ_C, ``[HV, 1, 1]``."""
-        return self.log_gamma[:, -1:, None].exp()
+        """γ_C, ``[n, HV, 1, 1]``."""
+        return self.log_gamma[..., -1:, None].exp()
 
     @property
     def decay(self) -> torch.Tensor:
-        """Γ, ``[HV, c, c]``."""
+        """Γ, ``[n, HV, c, c]``."""
         return (self.log_gamma[..., :, None] - self.log_gamma[..., None, :]).tril().exp().tril()
 
 
-def _chunks(cu: Sequence[int], chunk_size: int, g: torch.Tensor, **streams: torch.Tensor) -> Iterator[_Chunk]:
-    """The chunks of a batch in order; streams: ``[B, T, H or HV, ...]``, those of key heads repeated to value heads."""
-    heads = g.shape[2]
-    flat = {
-        name: x.flatten(0, 1).double().repeat_interleave(heads // x.shape[2], 1).transpose(0, 1)
-        for name, x in streams.items()
-    }
-    gates = g.flatten(0, 1).double().T
-    for slot, first, end in chunk_slots(cu, chunk_size):
-        rows = {name: x[:, first:end] for name, x in flat.items()}
-        yield _Chunk(slot, slice(first, end), rows, gates[:, first:end].cumsum(-1))
+def _chunks(
+    cu: Sequence[int],
+    chunk_size: int,
+    g: torch.Tensor,
+    walk: Literal["forward", "backward"] | None = None,
+    **streams: torch.Tensor,
+) -> Iterator[_Chunks]:
+    """All chunks of a batch, equally long ones together, `CHUNKS_AT_ONCE` at most.
+
+    walk: one chunk of a sequence after the other, from its start or from its end; else in any order.  streams:
+    ``[B, T, H or HV, ...]``, those of key heads repeated to value heads.
+    """
+    heads, device = g.shape[2], g.device
+    together: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for n, (start, end) in enumerate(zip(cu, cu[1:])):
+        for i, first in enumerate(range(start, end, chunk_size)):
+            key = i if walk else 0, min(chunk_size, end - first)
+            together.setdefault(key, []).append((n, start // chunk_size + n + i, first))
+    for (_, length), found in sorted(together.items(), reverse=walk == "backward"):
+        for part in range(0, len(found), CHUNKS_AT_ONCE):
+            sequences, slots, firsts = torch.tensor(found[part : part + CHUNKS_AT_ONCE], device=device).T
+            tokens = firsts[:, None] + torch.arange(length, device=device)
+            rows = {
+                name: x.flatten(0, 1)[tokens].double().repeat_interleave(heads // x.shape[2], 2).transpose(1, 2)
+                for name, x in streams.items()
+            }
+            log_gamma = g.flatten(0, 1)[tokens].double().transpose(1, 2).cumsum(-1)
+            yield _Chunks(sequences, slots, tokens, rows, log_gamma)
 
 
-def _sequence_of(cu: Sequence[int], token: int) -> int:
-    return next(n for n, (start, end) in enumerate(zip(cu, cu[1:])) if start <= token < end)
-
-
-def _inverse(inverses: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-    """Ã∘Γ of a chunk, ``[HV, c, c]``."""
-    c = chunk.log_gamma.shape[-1]
-    return inverses[chunk.slot, :, :c, :c] * chunk.decay
+def _inverse(inverses: torch.Tensor, chunks: _Chunks) -> torch.Tensor:
+    """Ã∘Γ of chunks, ``[n, HV, c, c]``."""
+    c = chunks.log_gamma.shape[-1]
+    return inverses[chunks.slots, :, :c, :c] * chunks.decay
 
 
 def recompute_state_reference(
@@ -97,19 +113,16 @@ def recompute_state_reference(
     inverses = kkt_inverse_reference(k, beta, cu, chunk_size)
     states = inverses.new_zeros(len(inverses), heads, dim_v, k.shape[-1])
     effects = states.new_zeros(batch * tokens, heads, dim_v)
-    state = states.new_zeros(heads, k.shape[-1], dim_v)
-    for chunk in _chunks(cu, chunk_size, g, k=k, v=v):
-        if chunk.tokens.start in cu:
-            sequence = _sequence_of(cu, chunk.tokens.start)
-            state = torch.zeros_like(state)
-            if initial_state is not None:
-                state = (initial_state[sequence].mT if state_v_first else initial_state[sequence]).double()
-        states[chunk.slot] = state.mT
-        y = chunk.rows["v"] - chunk.gamma * (chunk.rows["k"] @ state)
-        u = _inverse(inverses, chunk) @ y
-        keys = chunk.rows["k"]
-        effects[chunk.tokens] = (y - ((keys @ keys.mT).tril(-1) * chunk.decay) @ u).transpose(0, 1)
-        state = chunk.end * state + (chunk.tail * chunk.rows["k"]).mT @ u
+    walked = states.new_zeros(len(cu) - 1, heads, k.shape[-1], dim_v)  # the state so far, per sequence
+    if initial_state is not None:
+        walked = (initial_state.mT if state_v_first else initial_state).double().clone()
+    for chunks in _chunks(cu, chunk_size, g, "forward", k=k, v=v):
+        state, keys = walked[chunks.sequences], chunks.rows["k"]
+        states[chunks.slots] = state.mT
+        y = chunks.rows["v"] - chunks.gamma * (keys @ state)
+        u = _inverse(inverses, chunks) @ y
+        effects[chunks.tokens] = (y - ((keys @ keys.mT).tril(-1) * chunks.decay) @ u).transpose(1, 2)
+        walked[chunks.sequences] = chunks.end * state + (chunks.tail * keys).mT @ u
     return states, effects.unflatten(0, (batch, tokens))
 
 
@@ -143,16 +156,15 @@ def backward_state_reference(
     gradients = dstates.new_zeros(len(cu) - 1, heads, dim_k, dim_v)  # of the state, so far, per sequence
     if dfinal is not None:
         gradients = (dfinal.mT if state_v_first else dfinal).double().clone()
-    for chunk in reversed(list(_chunks(cu, chunk_size, g, q=q, k=k, do=do))):
-        sequence = _sequence_of(cu, chunk.tokens.start)
-        dstate, queries, keys, dout = gradients[sequence].clone(), *(chunk.rows[name] for name in ("q", "k", "do"))
-        dstates[chunk.slot] = dstate.mT
-        scores = (queries @ keys.mT).tril() * chunk.decay
-        du = scale * scores.mT @ dout + chunk.tail * (keys @ dstate)
-        z = _inverse(inverses, chunk).mT @ du
-        dv[chunk.tokens] = z.transpose(0, 1)
-        dstate = chunk.end * dstate + scale * (chunk.gamma * queries).mT @ dout - (chunk.gamma * keys).mT @ z
-        gradients[sequence] = dstate
+    for chunks in _chunks(cu, chunk_size, g, "backward", q=q, k=k, do=do):
+        dstate, queries, keys, dout = gradients[chunks.sequences], *(chunks.rows[name] for name in ("q", "k", "do"))
+        dstates[chunks.slots] = dstate.mT
+        scores = (queries @ keys.mT).tril() * chunks.decay
+        du = scale * scores.mT @ dout + chunks.tail * (keys @ dstate)
+        z = _inverse(inverses, chunks).mT @ du
+        dv[chunks.tokens] = z.transpose(1, 2)
+        dstate = chunks.end * dstate + scale * (chunks.gamma * queries).mT @ dout - (chunks.gamma * keys).mT @ z
+        gradients[chunks.sequences] = dstate
     return dstates, dv.unflatten(0, (batch, tokens)), gradients.mT.contiguous() if state_v_first else gradients
 
 
@@ -195,10 +207,10 @@ def backward_grad_reference(
     zeros = lambda *shape: torch.zeros(shape, dtype=torch.float64, device=q.device)
     dq, dk = (zeros(rows, heads, dim_k) for _ in range(2))
     dbeta, dg = (zeros(rows, heads) for _ in range(2))
-    for chunk in _chunks(cu, chunk_size, g, q=q, k=k, beta=beta[..., None], e=effects, z=dv, do=do):
-        queries, keys, b, e, z, dout = (chunk.rows[name] for name in ("q", "k", "beta", "e", "z", "do"))
-        state, dstate = states[chunk.slot].double(), dstates[chunk.slot].double()  # transposed: [HV, V, K]
-        gamma, decay = chunk.gamma, chunk.decay
+    for chunks in _chunks(cu, chunk_size, g, q=q, k=k, beta=beta[..., None], e=effects, z=dv, do=do):
+        queries, keys, b, e, z, dout = (chunks.rows[name] for name in ("q", "k", "beta", "e", "z", "do"))
+        state, dstate = states[chunks.slots].double(), dstates[chunks.slots].double()  # transposed: [n, HV, V, K]
+        gamma, decay = chunks.gamma, chunks.decay
         overlap = (keys @ keys.mT).tril(-1) * decay
         d1, d2 = dout @ e.mT, z @ e.mT
         dp = scale * d1 * decay * b.mT
@@ -207,17 +219,17 @@ def backward_grad_reference(
         of_state, of_residual, of_dstate = (
             scale * gamma * (dout @ state),
             gamma * (z @ state),
-            chunk.tail * (e @ dstate),
+            chunks.tail * (e @ dstate),
         )
-        dq[chunk.tokens] = (of_state + dp @ keys).transpose(0, 1)
-        dk[chunk.tokens] = (dp.mT @ queries + b * of_dstate - of_residual + (w + w.mT) @ keys).transpose(0, 1)
+        dq[chunks.tokens] = (of_state + dp @ keys).transpose(1, 2)
+        dk[chunks.tokens] = (dp.mT @ queries + b * of_dstate - of_residual + (w + w.mT) @ keys).transpose(1, 2)
         left = (keys * of_dstate).sum(-1)
-        dbeta[chunk.tokens] = (x.sum(-2) + left).T
+        dbeta[chunks.tokens] = (x.sum(-2) + left).mT
         m = (x * b.mT).tril(-1)
         kept = left * b[..., 0]
         dlog = (queries * of_state).sum(-1) - (keys * of_residual).sum(-1) - kept + m.sum(-1) - m.sum(-2)
-        dlog[:, -1] += chunk.end[:, 0, 0] * (state * dstate).sum((-1, -2)) + kept.sum(-1)
-        dg[chunk.tokens] = dlog.flip(-1).cumsum(-1).flip(-1).T
+        dlog[..., -1] += chunks.end[..., 0, 0] * (state * dstate).sum((-1, -2)) + kept.sum(-1)
+        dg[chunks.tokens] = dlog.flip(-1).cumsum(-1).flip(-1).mT
     shape = (batch, tokens)
     dq, dk = (x.unflatten(1, (key_heads, -1)).sum(2).unflatten(0, shape) for x in (dq, dk))
     return dq, dk, dbeta.unflatten(0, shape), dg.unflatten(0, shape)
