@@ -5,16 +5,19 @@
 
 Its answer is the best row of the nearest other configuration whose schedule can run there, and its loss is that
 schedule's time over the best of the exhaustive sweep.  Per kernel and weight of the value heads per key head
-(`qla_jit.db.lookup`): the mean and the largest loss over configurations and workloads; * marks the weight in use.
+(`qla_jit.db.lookup`): the mean and the largest loss over configurations and workloads; * marks the weight in use, and
+"heads" is Σ |Δ log2| over key and value heads.
 
 Files: recordings whose every space is exhausted; by default those of the forward and the backward at d = 128.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -40,15 +43,24 @@ def times_of(trials: list[Trial]) -> dict:
     return found
 
 
-def losses(by_workload: dict) -> list[float]:
+def by_heads(a, b) -> float:
+    """Σ |Δ log2| over key and value heads."""
+    return abs(math.log2(a.num_heads / b.num_heads)) + abs(math.log2(a.num_value_heads / b.num_value_heads))
+
+
+def losses(by_workload: dict, distance: Callable = lookup.distance) -> list[float]:
     """Loss of every (workload, problem) that is left out."""
     found = []
     for times in by_workload.values():
         for problem, known in times.items():
-            others = sorted((p for p in times if p != problem), key=lambda p: (lookup.distance(problem, p), str(p)))
+            others = sorted((p for p in times if p != problem), key=lambda p: (distance(problem, p), str(p)))
             taken = (min(times[p], key=times[p].get) for p in others)
             found += [known[s] / min(known.values()) - 1 for s in [next((s for s in taken if s in known), None)] if s]
     return found
+
+
+def row(kernel: str, weight: str, lost: list[float]) -> str:
+    return f"| `{kernel}` | {weight} | {len(lost)} | {statistics.mean(lost):.2%} | {max(lost):.1%} |"
 
 
 def main(files: list[str]) -> None:
@@ -60,8 +72,8 @@ def main(files: list[str]) -> None:
             mark = " *" if weight == getattr(lookup, name) else ""
             with mock.patch.object(lookup, name, weight):
                 lost = losses(by_workload)
-            shown = f"{statistics.mean(lost):.2%} | {max(lost):.1%}"
-            print(f"| `{kernel}` | {weight:g}{mark} | {len(lost)} | {shown} |")
+            print(row(kernel, f"{weight:g}{mark}", lost))
+        print(row(kernel, "heads", losses(by_workload, by_heads)))
 
 
 if __name__ == "__main__":

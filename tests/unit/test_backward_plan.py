@@ -1,5 +1,6 @@
 """The plan of a backward, without a card: from which rows, what it chooses, and what is launched then."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 from qla_jit import backward, launch, op, split_models
 from qla_jit.backward import CompiledBackward, Walks, compile_backward
-from qla_jit.config import BACKWARD, CHECKED_SPLITS, SAME_PROGRAM, OpConfig
-from qla_jit.db import BestRow, CostModel, Database, Environment
+from qla_jit.config import BACKWARD, BACKWARD_KERNELS, CHECKED_SPLITS, SAME_PROGRAM, OpConfig
+from qla_jit.db import BestRow, CostModel, Database, Environment, jsonl, layers
 from qla_jit.db.lookup import family
 from qla_jit.model.features import Split, num_ctas, steps
 from qla_jit.planned import describe
@@ -17,6 +18,7 @@ from qla_jit.split_backward import SplitBackward
 from qla_jit.split_models import SplitModels
 from qla_jit.split_plan import plan_split
 
+SWEEP = Path(__file__).resolve().parents[2] / "docs" / "perf" / "backward_sweep_h200.jsonl"
 SMS = 132
 CARD = Environment("card", "sm90", SMS, "1", "13.0", "0.1", "2.0")
 CPU = torch.device("cpu")
@@ -172,3 +174,17 @@ def test_explain_says_what_is_chosen(stored, launches):
 def test_it_takes_given_entries_alone():
     compiled = CompiledBackward(OpConfig(1, 1, 64, 64), dict.fromkeys(backward.KERNELS))
     assert isinstance(compiled.choose(CU, CPU, True), Walks)
+
+
+def test_no_shipped_schedule_of_the_backward_spills():
+    """Neither a best row nor what a plan may choose by its cost model, by what each kernel had when it was measured."""
+    shipped = layers.shipped("sm90")
+    chosen = {
+        (one.problem.kernel, one.schedule)
+        for one in (*shipped.best, *shipped.fits)
+        if one.problem.kernel in BACKWARD_KERNELS and one.schedule is not None
+    }
+    found = {}
+    for trial in jsonl.loads(SWEEP.read_text(encoding="utf-8"), str(SWEEP)).trials:
+        found.setdefault((trial.problem.kernel, trial.schedule), set()).add(trial.local_bytes)
+    assert len(chosen) > 40 and all(found[one] == {0} for one in chosen)
