@@ -22,8 +22,8 @@ from .records import ALL_WORKLOADS, BestRow, CostModel
 #: Rows farther than this are not used: 4 is, for example, a sixteenth of both head counts.
 MAX_DISTANCE = 4.0
 #: What a factor in the value heads per key head counts beside one in the value heads: twice where a CTA has the value
-#: heads of a key head together, half where each has its own.  By the recorded sweeps of seventeen head configurations
-#: (`tools/nearest_study.py`), where it matters in the first kind alone.
+#: heads of a key head together, half where each has its own; by the recorded sweeps of seventeen head configurations
+#: (`tools/nearest_study.py`).
 KEY_HEAD_WEIGHT, VALUE_HEAD_WEIGHT = 2.0, 0.5
 KEY_HEAD_KERNELS = ("kkt_inverse", "backward_grad")
 KINDS = ("exact", "stale", "nearest", "default")
