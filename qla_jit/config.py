@@ -86,7 +86,7 @@ SAME_PROGRAM = {
     "segment_backward": "backward_state",
 }
 #: Numbers of CTAs that may share a head in them: those whose results `tests/gpu/test_backward.py` has compared with
-#: float64 on a card, at 2/8 and 16/32 heads.  No trial of their own does, so a plan may choose nothing else.
+#: float64 on a card, at five head configurations.  No trial of their own does, so a plan may choose nothing else.
 CHECKED_SPLITS = {"segment_gradient": (1, 2), "segment_recompute": (1, 2), "segment_backward": (1, 2)}
 #: Kernels that know nothing of chunks: their problems have the default chunk size.
 UNCHUNKED_KERNELS = ("input_activation",)
