@@ -19,16 +19,22 @@ def gradient_of_outputs(inputs, seed: int = 1) -> tuple[torch.Tensor, torch.Tens
     return do, torch.randn(inputs.initial_state.shape, generator=gen, device=inputs.v.device)
 
 
+def gate_inputs(problem: Problem, inputs, owned: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``log_gates`` as `kkt_inverse` leaves them, NaN in slots that no chunk owns; ``bounds``."""
+    shape = launch.inverse_shape(problem, inputs.k.shape[1], len(inputs.cu_host) - 1)[:3]
+    log_gates = torch.full(shape, float("nan"), dtype=torch.float32, device=inputs.k.device)
+    log_gates[owned] = gate_scan_reference(inputs.g, inputs.cu_host, problem.chunk_size)[owned].float()
+    return {"log_gates": log_gates, "bounds": inputs.cu_seqlens}
+
+
 def chunk_inputs(problem: Problem, inputs, owned: torch.Tensor) -> dict[str, torch.Tensor]:
-    """``a`` and ``log_gates`` as `kkt_inverse` leaves them; NaN wherever their content is unspecified."""
+    """`gate_inputs`, and ``a`` as `kkt_inverse` leaves it; NaN wherever its content is unspecified."""
     k, c = inputs.k, problem.chunk_size
     shape = launch.inverse_shape(problem, k.shape[1], len(inputs.cu_host) - 1)
     a = torch.full(shape, float("nan"), dtype=k.dtype, device=k.device)
     a[owned] = kkt_inverse_reference(k, inputs.beta, inputs.cu_host, c)[owned].to(k.dtype)
     a[..., : c // 2, c // 2 :] = float("nan")
-    log_gates = torch.full(shape[:3], float("nan"), dtype=torch.float32, device=k.device)
-    log_gates[owned] = gate_scan_reference(inputs.g, inputs.cu_host, c)[owned].float()
-    return {"a": a, "log_gates": log_gates, "bounds": inputs.cu_seqlens}
+    return {"a": a, **gate_inputs(problem, inputs, owned)}
 
 
 def _in_layout(problem: Problem, states: torch.Tensor) -> torch.Tensor:
@@ -84,8 +90,7 @@ def backward_state_tensors(problem: Problem, inputs, owned: torch.Tensor) -> tup
 def backward_grad_tensors(problem: Problem, inputs, owned: torch.Tensor) -> tuple[dict, Callable]:
     """(arguments of `backward_grad`, its float64 reference on the very states, effects and gradients it is given)."""
     do, dfinal = gradient_of_outputs(inputs)
-    of_chunks = chunk_inputs(problem, inputs, owned)
-    del of_chunks["a"]
+    of_chunks = gate_inputs(problem, inputs, owned)
     q, k, g, beta, cu = inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_host
     states, effects = recompute_state_reference(k, inputs.v, g, beta, inputs.initial_state, cu)
     dstates, dv, _ = backward_state_reference(q, k, g, beta, do, inputs.scale, dfinal, cu)

@@ -18,18 +18,14 @@ from typing import Literal
 
 import torch
 
-from .ragged import cumulative_lengths
-from .reference import CHUNKS_AT_ONCE, kkt_inverse_reference
+from .ragged import EqualChunks, cumulative_lengths, equal_chunks
+from .reference import kkt_inverse_reference
 
 
 @dataclass(frozen=True)
-class _Chunks:
-    """n chunks of c tokens each, of every value head, that do not wait for each other: rows of tokens as
-    ``[n, HV, c, ...]``, factors of their gates, and where they lie."""
+class _Chunks(EqualChunks):
+    """Of every value head: rows of tokens as ``[n, HV, c, ...]``, and factors of their gates."""
 
-    sequences: torch.Tensor  # [n]
-    slots: torch.Tensor  # [n]
-    tokens: torch.Tensor  # [n, c]
     rows: dict[str, torch.Tensor]
     log_gamma: torch.Tensor  # [n, HV, c]
 
@@ -61,27 +57,18 @@ def _chunks(
     walk: Literal["forward", "backward"] | None = None,
     **streams: torch.Tensor,
 ) -> Iterator[_Chunks]:
-    """All chunks of a batch, equally long ones together, `CHUNKS_AT_ONCE` at most.
-
-    walk: one chunk of a sequence after the other, from its start or from its end; else in any order.  streams:
-    ``[B, T, H or HV, ...]``, those of key heads repeated to value heads.
-    """
-    heads, device = g.shape[2], g.device
-    together: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for n, (start, end) in enumerate(zip(cu, cu[1:])):
-        for i, first in enumerate(range(start, end, chunk_size)):
-            key = i if walk else 0, min(chunk_size, end - first)
-            together.setdefault(key, []).append((n, start // chunk_size + n + i, first))
-    for (_, length), found in sorted(together.items(), reverse=walk == "backward"):
-        for part in range(0, len(found), CHUNKS_AT_ONCE):
-            sequences, slots, firsts = torch.tensor(found[part : part + CHUNKS_AT_ONCE], device=device).T
-            tokens = firsts[:, None] + torch.arange(length, device=device)
-            rows = {
-                name: x.flatten(0, 1)[tokens].double().repeat_interleave(heads // x.shape[2], 2).transpose(1, 2)
-                for name, x in streams.items()
-            }
-            log_gamma = g.flatten(0, 1)[tokens].double().transpose(1, 2).cumsum(-1)
-            yield _Chunks(sequences, slots, tokens, rows, log_gamma)
+    """The chunks of a batch by `equal_chunks`; streams: ``[B, T, H or HV, ...]``, those of key heads repeated to value
+    heads."""
+    heads = g.shape[2]
+    flat = {name: x.flatten(0, 1) for name, x in streams.items()}
+    gates = g.flatten(0, 1)
+    for at in equal_chunks(cu, chunk_size, g.device, walk):
+        rows = {
+            name: x[at.tokens].double().repeat_interleave(heads // x.shape[1], 2).transpose(1, 2)
+            for name, x in flat.items()
+        }
+        log_gamma = gates[at.tokens].double().transpose(1, 2).cumsum(-1)
+        yield _Chunks(at.sequences, at.slots, at.tokens, rows, log_gamma)
 
 
 def _inverse(inverses: torch.Tensor, chunks: _Chunks) -> torch.Tensor:

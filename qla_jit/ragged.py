@@ -1,15 +1,18 @@
 """Ragged batches as chunks: the slot layout of kernel intermediates, and the order in which torch code walks chunks.
 
 Everything is a function of ``cu`` (cumulative sequence lengths on the host, ``len(cu) == N + 1``), never of a device
-tensor.  Only the tensors of `ChunkSteps` live on a device.
+tensor.  Only the tensors of `EqualChunks` and `ChunkSteps` live on a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+CHUNKS_AT_ONCE = 64  # of those that do not wait for each other
 
 
 def cumulative_lengths(batch: int, tokens: int, cu_seqlens: Sequence[int] | None) -> list[int]:
@@ -24,14 +27,42 @@ def num_slots(num_tokens: int, num_sequences: int, chunk_size: int) -> int:
     return num_tokens // chunk_size + num_sequences
 
 
+def _slots_of(sequence: int, start: int, end: int, chunk_size: int) -> list[tuple[int, int, int]]:
+    slot = start // chunk_size + sequence
+    firsts = range(start, end, chunk_size)
+    return [(slot + c, first, min(first + chunk_size, end)) for c, first in enumerate(firsts)]
+
+
 def chunk_slots(cu: Sequence[int], chunk_size: int) -> list[tuple[int, int, int]]:
     """(slot, first token, end token) of every chunk; chunk c of sequence n sits in slot ``cu[n] // C + n + c``."""
-    found = []
+    bounds = enumerate(zip(cu, cu[1:]))
+    return [chunk for n, (start, end) in bounds for chunk in _slots_of(n, start, end, chunk_size)]
+
+
+@dataclass(frozen=True)
+class EqualChunks:
+    """n chunks of c tokens each.  sequences, slots: ``[n]``.  tokens: ``[n, c]``, rows of the flattened tokens."""
+
+    sequences: torch.Tensor
+    slots: torch.Tensor
+    tokens: torch.Tensor
+
+
+def equal_chunks(
+    cu: Sequence[int], chunk_size: int, device: torch.device, walk: Literal["forward", "backward"] | None = None
+) -> Iterator[EqualChunks]:
+    """All chunks, those of equally many tokens together, `CHUNKS_AT_ONCE` at most.
+
+    walk: no two chunks of a sequence together, and one after the other, from its start or from its end.
+    """
+    together: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for n, (start, end) in enumerate(zip(cu, cu[1:])):
-        slot = start // chunk_size + n
-        for c, first in enumerate(range(start, end, chunk_size)):
-            found.append((slot + c, first, min(first + chunk_size, end)))
-    return found
+        for c, (slot, first, last) in enumerate(_slots_of(n, start, end, chunk_size)):
+            together.setdefault((c if walk else 0, last - first), []).append((n, slot, first))
+    for (_, length), found in sorted(together.items(), reverse=walk == "backward"):
+        for part in range(0, len(found), CHUNKS_AT_ONCE):
+            sequences, slots, firsts = torch.tensor(found[part : part + CHUNKS_AT_ONCE], device=device).T
+            yield EqualChunks(sequences, slots, firsts[:, None] + torch.arange(length, device=device))
 
 
 def num_checkpoints(cu: Sequence[int], every: int) -> int:

@@ -7,15 +7,14 @@ device, differentiable by autograd.  Equation numbers are those of the design no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .ragged import ChunkSteps, chunk_slots, cumulative_lengths, gather_rows, num_slots, restore_order, scatter_rows
+from .ragged import ChunkSteps, cumulative_lengths, equal_chunks, gather_rows, num_slots, restore_order, scatter_rows
 from .segments import Segments
 
 LOG2_E = 1.0 / math.log(2.0)
-CHUNKS_AT_ONCE = 64  # of those that do not wait for each other
 
 
 def recurrent_reference(
@@ -110,19 +109,6 @@ def input_activation_reference(
 fused_forward_reference = chunk_reference
 
 
-def _equal_chunks(
-    cu: Sequence[int], chunk_size: int, device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(slots ``[n]``, tokens ``[n, c]``) of the chunks that have c tokens, for every c, `CHUNKS_AT_ONCE` at most."""
-    by_length: dict[int, list[tuple[int, int]]] = {}
-    for slot, first, end in chunk_slots(cu, chunk_size):
-        by_length.setdefault(end - first, []).append((slot, first))
-    for length, found in by_length.items():
-        for part in range(0, len(found), CHUNKS_AT_ONCE):
-            slots, firsts = torch.tensor(found[part : part + CHUNKS_AT_ONCE], device=device).T
-            yield slots, firsts[:, None] + torch.arange(length, device=device)
-
-
 def kkt_inverse_reference(
     k: torch.Tensor, beta: torch.Tensor, cu_seqlens: Sequence[int] | None = None, chunk_size: int = 64
 ) -> torch.Tensor:
@@ -136,11 +122,12 @@ def kkt_inverse_reference(
     beta = beta.flatten(0, 1).double()
     slots = num_slots(beta.shape[0], len(cu) - 1, chunk_size)
     out = beta.new_zeros(slots, beta.shape[1], chunk_size, chunk_size)
-    for slots, tokens in _equal_chunks(cu, chunk_size, beta.device):
-        kc, bc, c = keys[tokens].transpose(1, 2), beta[tokens].transpose(1, 2), tokens.shape[1]  # [n, HV, c, K or none]
+    for chunks in equal_chunks(cu, chunk_size, beta.device):
+        kc, bc = (x[chunks.tokens].transpose(1, 2) for x in (keys, beta))  # [n, HV, c, K], [n, HV, c]
+        c = bc.shape[-1]
         lower = (bc[..., None] * (kc @ kc.mT)).tril(-1)
         inverse = torch.linalg.solve_triangular(lower, bc.diag_embed(), upper=False, unitriangular=True)
-        out[slots, :, :c, :c] = inverse
+        out[chunks.slots, :, :c, :c] = inverse
     return out
 
 
@@ -153,10 +140,11 @@ def gate_scan_reference(g: torch.Tensor, cu_seqlens: Sequence[int] | None = None
     cu = cumulative_lengths(*g.shape[:2], cu_seqlens)
     gates = g.flatten(0, 1).double()
     out = gates.new_zeros(num_slots(gates.shape[0], len(cu) - 1, chunk_size), gates.shape[1], chunk_size)
-    for slots, tokens in _equal_chunks(cu, chunk_size, gates.device):
-        total, c = gates[tokens].cumsum(1).transpose(1, 2) * LOG2_E, tokens.shape[1]  # [n, HV, c]
-        out[slots, :, :c] = total
-        out[slots, :, c:] = total[..., -1:]
+    for chunks in equal_chunks(cu, chunk_size, gates.device):
+        total = gates[chunks.tokens].cumsum(1).transpose(1, 2) * LOG2_E  # [n, HV, c]
+        c = total.shape[-1]
+        out[chunks.slots, :, :c] = total
+        out[chunks.slots, :, c:] = total[..., -1:]
     return out
 
 

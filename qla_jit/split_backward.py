@@ -2,11 +2,11 @@
 
 | kernel                     | leaves                                                                                |
 | -------------------------- | ------------------------------------------------------------------------------------- |
-| `segment_state`            | S* of segments, and D of those that either correction needs, in rows of `effects`   |
+| `segment_state`            | S* of segments, and D of those that either correction needs, in rows of `effects`     |
 | `segment_correct`          | the states that segments start from, there                                            |
 | `segment_gradient`         | dS* of segments, in rows of `dv`                                                      |
 | `segment_gradient_correct` | the gradients of the states that leave segments, there                                |
-| `segment_recompute`        | states before every chunk, and effects                                              |
+| `segment_recompute`        | states before every chunk, and effects                                                |
 | `segment_backward`         | gradients of the states that leave every chunk, of V and of initial states            |
 
 The rows are those of `split`; each is overwritten by the segment that reads it, after it has (docs/splitting.md).
