@@ -1,22 +1,11 @@
-import importlib.util
-from pathlib import Path
-
 import pytest
+from tool_files import load_tool
 from tuning_fakes import add_rows_of_a_gone_kernel, best, cost_model, point, problem, trial, with_a_gone_kernel
 
 from qla_jit.db import Store, jsonl
 from qla_jit.db.layers import SOURCE_DIGEST, Database
 from qla_jit.db.records import STATUSES
 from qla_jit.errors import DatabaseError
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def build_db():
-    spec = importlib.util.spec_from_file_location("build_db", ROOT / "tools" / "build_db.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def records():
@@ -101,7 +90,7 @@ def test_recorder_appends_across_runs_and_names_an_environment_once(tmp_path):
 
 
 def test_build_db_gives_equal_bytes_and_leaves_nothing_else(tmp_path):
-    tool = build_db()
+    tool = load_tool("build_db")
     rows, trials = records()
     source = tmp_path / "sm90.jsonl"
     source.write_text(jsonl.dumps(rows, trials))
@@ -116,7 +105,7 @@ def test_build_db_gives_equal_bytes_and_leaves_nothing_else(tmp_path):
 
 
 def test_build_db_check_notices_a_changed_row(tmp_path):
-    tool = build_db()
+    tool = load_tool("build_db")
     source = tmp_path / "sm90.jsonl"
     source.write_text(jsonl.dumps([best()]))
     assert tool.main(["--folder", str(tmp_path), "--check"]) == 1
@@ -130,9 +119,9 @@ def test_build_db_refuses_rows_of_a_kernel_that_this_version_does_not_have(tmp_p
     source = tmp_path / "sm90.jsonl"
     source.write_text(with_a_gone_kernel(jsonl.dumps([best()])))
     with pytest.raises(DatabaseError, match="sm90.jsonl has rows of {'gone': 1}; remove them"):
-        build_db().build(source, tmp_path / "sm90.sqlite")
+        load_tool("build_db").build(source, tmp_path / "sm90.sqlite")
     assert [p.name for p in tmp_path.iterdir()] == ["sm90.jsonl"]
 
 
 def test_shipped_files_in_the_tree_are_valid_and_built():
-    assert build_db().main(["--check"]) == 0
+    assert load_tool("build_db").main(["--check"]) == 0

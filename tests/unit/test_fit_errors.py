@@ -1,26 +1,19 @@
 """tools/fit_errors.py: the errors of the shipped models, from the recordings that they were fitted on."""
 
-import importlib.util
 import statistics
-from pathlib import Path
 
 import pytest
+from tool_files import ROOT, load_tool
 
 from qla_jit.db.layers import shipped
 from qla_jit.db.lookup import family
 from qla_jit.model.fit import fit_models, left_out_errors, residuals
 from qla_jit.model.observation import observations
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "fit_errors.py"
-
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("fit_errors", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("fit_errors")
 
 
 def recorded(tool, name):

@@ -1,20 +1,13 @@
 """tools/gradient_errors.py: its batches are what they say, and its errors are those of what it is given."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "gradient_errors.py"
+from tool_files import load_tool
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("gradient_errors", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("gradient_errors")
 
 
 def test_gates_of_a_model_differ_by_head_and_never_grow(tool):

@@ -1,22 +1,15 @@
 """tools/nearest_study.py: what it says of the shipped recordings is what the distance in use rests on."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from tool_files import load_tool
 
 from qla_jit.config import OpConfig
 from qla_jit.db import lookup
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "nearest_study.py"
-
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("nearest_study", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("nearest_study")
 
 
 def test_the_weights_in_use_lose_least_or_little_more(tool, capsys):

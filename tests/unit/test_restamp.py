@@ -1,24 +1,18 @@
 """tools/restamp.py: which kernels it compares, on which sources, and that it sees a difference."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from tool_files import load_tool
 
 from qla_jit import registry
 from qla_jit.config import OpConfig
 from qla_jit.registry import select
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "restamp.py"
-
 
 @pytest.fixture(scope="module")
 def restamp():
-    spec = importlib.util.spec_from_file_location("restamp", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("restamp")
 
 
 def test_every_kernel_of_the_shipped_files_is_named_once(restamp):

@@ -1,22 +1,16 @@
 """tools/sanitize.py without a card: what it would launch, and what it makes of the sanitizer's exit codes."""
 
-import importlib.util
 import os
-from pathlib import Path
 
 import pytest
+from tool_files import load_tool
 
 from qla_jit.resources import is_feasible
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "sanitize.py"
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("sanitize", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("sanitize")
 
 
 @pytest.fixture

@@ -1,24 +1,18 @@
 """tools/split_regret.py: its batches are the same in every run, and its figures are what the rows say."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from pretended_card import forget_operators, pretend
+from tool_files import load_tool
 
 from qla_jit.numerics import make_inputs
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "split_regret.py"
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("split_regret", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("split_regret")
 
 
 def test_random_batches_are_fixed_and_within_their_bounds(tool):
