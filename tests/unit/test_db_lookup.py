@@ -4,6 +4,7 @@ import time
 import warnings
 
 import pytest
+from tool_files import load_tool
 from tuning_fakes import add_rows_of_a_gone_kernel, best, cost_model, fake_template, point, problem, use_templates
 
 from qla_jit.config import OpConfig
@@ -177,12 +178,10 @@ def test_user_rows_lie_over_shipped_rows(tmp_path, monkeypatch):
 
 
 def test_built_copy_is_used_only_while_it_matches_the_text(tmp_path, monkeypatch):
-    from test_db_jsonl import build_db
-
     monkeypatch.setattr(layers.resources, "files", lambda package: tmp_path)
     source = tmp_path / "sm90.jsonl"
     source.write_text(jsonl.dumps([best()]))
-    build_db().build(source, tmp_path / "sm90.sqlite")
+    load_tool("build_db").build(source, tmp_path / "sm90.sqlite")
     reads = []
     original = jsonl.loads
     monkeypatch.setattr(layers.jsonl, "loads", lambda *a: (reads.append(1), original(*a))[1])
@@ -194,11 +193,9 @@ def test_built_copy_is_used_only_while_it_matches_the_text(tmp_path, monkeypatch
 
 
 def test_copy_that_an_older_version_built_is_passed_over_for_the_text(tmp_path, monkeypatch):
-    from test_db_jsonl import build_db
-
     monkeypatch.setattr(layers.resources, "files", lambda package: tmp_path)
     (tmp_path / "sm90.jsonl").write_text(jsonl.dumps([best()], fits=[cost_model()]))
-    build_db().build(tmp_path / "sm90.jsonl", tmp_path / "sm90.sqlite")
+    load_tool("build_db").build(tmp_path / "sm90.jsonl", tmp_path / "sm90.sqlite")
     monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, ("CREATE TABLE extra (id TEXT) STRICT",)])
     assert (layers.shipped_rows("sm90"), layers.shipped("sm90").fits) == ([best()], [cost_model()])
 
