@@ -64,7 +64,6 @@ def prim_func(problem: Problem, schedule: Schedule):
             beta_s = T.alloc_shared((C,), "float32")
             gates_s = T.alloc_shared((C,), "float32")
             kk = T.alloc_fragment((C, C), "float32")
-            row = T.alloc_fragment((C,), "float32")
             slot = block // HV
             head = block % HV
             seq = T.alloc_var("int32")
@@ -97,12 +96,12 @@ def prim_func(problem: Problem, schedule: Schedule):
                 for r, c in T.Parallel(C, C):
                     inverse_s[r, c] = T.if_then_else(r == c, 1.0, 0.0)
                 for r in T.serial(1, C):
-                    T.clear(row)
-                    for j in T.serial(r):
-                        for c in T.Parallel(C):
-                            row[c] += lower_s[r, j] * inverse_s[j, c]
                     for c in T.Parallel(C):
-                        inverse_s[r, c] -= row[c]
+                        total = T.alloc_var("float32")
+                        total = 0.0
+                        for j in T.serial(r):
+                            total += lower_s[r, j] * inverse_s[j, c]
+                        inverse_s[r, c] -= total
                 for r, c in T.Parallel(C, C):
                     a[slot, head, r, c] = T.cast(inverse_s[r, c] * beta_s[c], dtype)
 

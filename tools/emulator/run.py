@@ -22,9 +22,6 @@ BENIGN_RACES = (
     # only the columns of absent tokens depend on them.
     "clear_rows.*false, false, 1, 1>",
     "false, false, 1, 1>.*clear_rows",
-    # `kkt_inverse_mma`: threads past the 64th repeat the sums of others' columns, and nobody uses theirs.
-    r"row\[0\] = \(row\[0\] \+ .*inverse_s.*inverse_s\)\[\(\(r_1",
-    r"inverse_s\)\[\(\(r_1.*row\[0\] = \(row\[0\] \+ .*inverse_s",
 )
 
 
