@@ -311,10 +311,10 @@ class _Search:
 
     def _chain_us(self, length: int, segments: int) -> float:
         """What a split takes at least whose longest segment has ``length`` chunks, of a sequence of so many segments:
-        all chunks spread evenly, and the chains of the longest sequence."""
+        all chunks spread evenly, a CTA per sequence and head, and the chains of the longest sequence."""
         least_us = self._either_us
         for rates in self._walks:
-            least_us += min([max(us_per_step * length, evenly_us) for us_per_step, evenly_us in rates])
+            least_us += min([max(step_us * length, evenly_us) + ctas_us for step_us, evenly_us, ctas_us in rates])
         if self._exact_heads:
             least_us += self._state_us * length + self._scan_us * (segments - 2)
         return least_us
@@ -322,13 +322,15 @@ class _Search:
     def _weigh(self) -> None:
         """What `_chain_us` adds up, of the fastest options; of models that can split."""
         work = self._heads * self._chunks / self._sm_count
+        pairs = self._heads * sum(self._counts.values())
         evenly_us = lambda o: work * ctas_per_head(o.schedule) * max(o.us_per_step, o.us_per_share)
+        ctas_us = lambda o: pairs * ctas_per_head(o.schedule) * o.us_per_cta
         self._walks, self._state_us, self._scan_us = [], 0.0, 0.0
         for kernel in self._kernels.split:
             found = self._models.options[kernel]
             fastest_us = min([option.us_per_step for option in found])
             if kernel in WALK_SEGMENTS:
-                self._walks.append([(option.us_per_step, evenly_us(option)) for option in found])
+                self._walks.append([(option.us_per_step, evenly_us(option), ctas_us(option)) for option in found])
             elif kernel in WALK_SEQUENCES:
                 self._scan_us += fastest_us
             else:
