@@ -252,10 +252,11 @@ def report(options: argparse.Namespace) -> None:
 
 
 def time_of(us: dict[str, float], name: str) -> float | None:
-    """What a choice takes, by `name_of`; None where nothing like it was measured."""
-    if not name.isdigit() or name in us:
+    """What a choice takes, by `names_of`; None where nothing like it was measured."""
+    plain = name.removesuffix(" told")
+    if name in us or not plain.isdigit():
         return us.get(name)
-    length, measured = int(name), sorted((int(other), time_us) for other, time_us in us.items() if other.isdigit())
+    length, measured = int(plain), sorted((int(other), time_us) for other, time_us in us.items() if other.isdigit())
     for (below, lower_us), (above, upper_us) in zip(measured, measured[1:]):
         if below <= length <= above:
             return lower_us + (upper_us - lower_us) * (length - below) / (above - below)
@@ -272,8 +273,8 @@ def replan(options: argparse.Namespace) -> None:
     for row in rows:
         kernels = BACKWARD if row.get("pass") == "backward" else FORWARD
         models = SplitModels.of(OpConfig(*row["heads"], arch="sm90"), db, kernels=kernels)
-        for name, plan in zip(found, plans_of(models, row, options.sm_count)):
-            found[name].append((time_of(row["us"], name_of(plan)), min(row["us"].values()), row["us"]["whole"]))
+        for name, way in zip(found, names_of(plans_of(models, row, options.sm_count))):
+            found[name].append((time_of(row["us"], way), min(row["us"].values()), row["us"]["whole"]))
     print("| choice | batches | mean regret | worst | against whole sequences, at worst |\n|" + " --- |" * 5)
     for name, times in found.items():
         known = [times_us for times_us in times if times_us[0] is not None]

@@ -27,11 +27,12 @@ def test_a_layer_learns_its_share_and_its_results_stay_within_rounding(percent):
 
 
 def test_looking_does_not_wait_for_the_card():
-    """Behind a second of work the answer is not there yet, and the call has returned."""
+    """Behind seconds of work the answer is not there yet, and the call has returned."""
     x = make_inputs((4096,), 2, 8, 128, 128, device="cuda", gates="mild:50")
-    layer_call(x, None)
+    layer_call(x, WindowShare())  # loads what the first look needs, which may take as long
+    torch.cuda.synchronize()
     layer = WindowShare()
-    torch.cuda._sleep(2_000_000_000)
+    torch.cuda._sleep(6_000_000_000)
     layer_call(x, layer)
     assert layer.known() is None and layer._arrived is not None
     torch.cuda.synchronize()

@@ -50,8 +50,9 @@ def test_report_gives_regret_against_the_best_of_each_row(tool, tmp_path, capsys
 
 
 def test_a_length_between_two_that_were_measured_takes_a_time_between_theirs(tool):
-    us = {"whole": 100.0, "8": 60.0, "16": 40.0}
-    for name, want in (("8", 60.0), ("12", 50.0), ("4", 60.0), ("99", 40.0), ("whole", 100.0), ("ordered", None)):
+    us = {"whole": 100.0, "8": 60.0, "8 told": 55.0, "16": 40.0}
+    known = (("8", 60.0), ("8 told", 55.0), ("16 told", 40.0), ("whole", 100.0), ("ordered", None))
+    for name, want in (*known, ("12", 50.0), ("12 told", 50.0), ("4", 60.0), ("99", 40.0)):
         assert tool.time_of(us, name) == want
     assert tool.time_of({"whole": 1.0}, "8") is None
 
