@@ -101,12 +101,15 @@ def chunk_counts(lengths: Sequence[int], chunk_size: int) -> dict[int, int]:
 
 def _merged(counts: Mapping[int, int]) -> dict[int, int]:
     longest = max(counts)
-    works, numbers = Counter(), Counter()
+    works, numbers = {}, {}  # by the first length of a group, the longest by itself as 0
     for chunks, number in counts.items():
-        octave = max(0, chunks.bit_length() - 3)
-        group = (octave, chunks >> octave) if chunks < longest else None
-        works[group] += chunks * number
-        numbers[group] += number
+        drop = chunks.bit_length() - 3  # bits below a quarter of an octave
+        group = 0 if chunks == longest else chunks >> drop << drop if drop > 0 else chunks
+        if group in works:
+            works[group] += chunks * number
+            numbers[group] += number
+        else:
+            works[group], numbers[group] = chunks * number, number
     merged: dict[int, int] = {}
     for group, number in numbers.items():
         chunks = round(works[group] / number)
