@@ -31,6 +31,7 @@ from .model.features import (
     expected_warmup_chunks,
     launched,
     longest_segment,
+    segments_of,
     separate_ctas,
     separate_steps,
     shared,
@@ -110,7 +111,7 @@ class _Search:
         self._before = tuple(self._separate(kernel) for kernel in self._kernels.before)
         self._after = tuple(self._separate(kernel, is_first=False) for kernel in self._kernels.after)
         self._either_us = sum([found.predicted_us or 0.0 for found in (*self._before, *self._after)])
-        self._seen: set[int] = set()
+        self._seen: set[tuple[int, ...]] = set()
         self._shares: dict[str, list[tuple[Option, tuple[int, int]]]] = {}
         self._least_us = math.inf  # of the splits tried
         self._whole = self._whole_sequences()
@@ -293,9 +294,10 @@ class _Search:
 
     def _try(self, segment_chunks: int, tried: dict[int, Alternative]) -> bool:
         """Predict a cut; whether that is the fastest split so far."""
-        if segment_chunks in self._seen:
+        cut = self._cut(segment_chunks)
+        if cut in self._seen:
             return False
-        self._seen.add(segment_chunks)
+        self._seen.add(cut)
         if not self._may_be_one_wave:
             longest = max(self._counts)
             length = longest_segment(longest, segment_chunks, self._least)
@@ -308,6 +310,12 @@ class _Search:
         gained = found.total_us < self._least_us
         self._least_us = min(self._least_us, found.total_us)
         return gained
+
+    def _cut(self, segment_chunks: int) -> tuple[int, ...]:
+        """What tells a cut from others: where few lengths differ, into how many segments it cuts each of them."""
+        if len(self._counts) > FEW:
+            return (segment_chunks,)
+        return tuple([segments_of(chunks, segment_chunks, self._least) for chunks in self._counts])
 
     def _chain_us(self, length: int, segments: int) -> float:
         """What a split takes at least whose longest segment has ``length`` chunks, of a sequence of so many segments:

@@ -131,7 +131,7 @@ def split_items(counts: Mapping[int, int], heads: int, least: int, split: Split)
     correct: dict[int, int] = {}
     asked = 0
     for chunks, sequences in counts.items():
-        parts = 1 if chunks <= limit else min(-(-chunks // limit), chunks // least)  # as `segments.cut`
+        parts = segments_of(chunks, limit, least)
         if parts <= 1:
             forward[chunks] = forward.get(chunks, 0) + sequences * heads
             continue
@@ -158,11 +158,14 @@ def split_items(counts: Mapping[int, int], heads: int, least: int, split: Split)
     return SplitItems(forward, values, keys, correct, asked)
 
 
+def segments_of(chunks: int, segment_chunks: int, least: int) -> int:
+    """How many segments `segments.cut` makes of a sequence of ``chunks``; arguments as of `split_items`."""
+    return 1 if chunks <= segment_chunks else max(1, min(-(-chunks // segment_chunks), chunks // least))
+
+
 def longest_segment(chunks: int, segment_chunks: int, least: int) -> int:
     """Chunks of the longest segment of a sequence of ``chunks``; arguments as of `split_items`."""
-    if chunks <= segment_chunks:
-        return chunks
-    return -(-chunks // max(1, min(-(-chunks // segment_chunks), chunks // least)))
+    return -(-chunks // segments_of(chunks, segment_chunks, least))
 
 
 def chains(problem: Problem, items: SplitItems) -> Mapping[int, int]:
