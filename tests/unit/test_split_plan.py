@@ -14,10 +14,11 @@ from qla_jit.config import FORWARD_KERNELS, SPLIT_KERNELS, OpConfig
 from qla_jit.db import BestRow, CostModel, Database, Environment
 from qla_jit.db.lookup import family
 from qla_jit.errors import InputError
-from qla_jit.model.features import MEASURED_WARMUP_CHUNKS, Split, num_ctas, steps
+from qla_jit.model.features import MEASURED_WARMUP_CHUNKS, Split, num_ctas, segments_of, steps
 from qla_jit.plan import Option
 from qla_jit.planned import describe
 from qla_jit.registry import digest, select
+from qla_jit.segments import least_segment_chunks
 from qla_jit.split_models import SplitModels, split_options
 from qla_jit.split_plan import EXACT, FEW_SEQUENCES, MARGIN, _Search, plan_split
 
@@ -187,6 +188,26 @@ def test_the_length_is_near_the_best_of_all():
         losses.append(plan.chosen.total_us / best_us - 1)
     assert statistics.fmean(losses) < 0.02
     assert max(losses) < 0.12
+
+
+@pytest.mark.parametrize("lengths", [(8192,) * 4, (32768,), (4096, 28672)], ids=str)
+def test_no_cut_is_an_alternative_to_itself(lengths):
+    found = models()
+    plan = plan_split(found, lengths, SMS, TOLERANCE, window_share=0.75)
+    tried = [way.segment_chunks for way in (plan.chosen, *plan.alternatives) if way.segment_chunks is not None]
+    least = least_segment_chunks(found.problems["segment_forward"])
+    cuts = {tuple(segments_of(length // 64, chunks, least) for length in lengths) for chunks in tried}
+    assert len(tried) >= 3 and len(cuts) == len(tried)
+
+
+def test_what_a_split_launches_at_least_counts_before_any_is_tried():
+    """Each of a thousand sequences has CTAs of its own whatever is cut: where these cost, no split can gain."""
+    lengths = [1 + 7919 * i % 2000 for i in range(1000)]
+    dear = dict(TIMES, segment_forward=(1.85, 0.5, 9.0))
+    dear_narrow = (Option(default(OpConfig(2, 8).problem("segment_forward")), *dear["segment_forward"]),)
+    plan = plan_split(models(times=dear, segment_forward=dear_narrow), lengths, SMS, TOLERANCE, window_share=0.75)
+    assert plan.segment_chunks is None and not plan.alternatives
+    assert plan.reason == "whole sequences already keep the card as busy as a split could"
 
 
 def test_equal_calls_give_equal_plans():
