@@ -103,8 +103,8 @@ def _merged(counts: Mapping[int, int]) -> dict[int, int]:
     longest = max(counts)
     works, numbers = {}, {}  # by the first length of a group, the longest by itself as 0
     for chunks, number in counts.items():
-        drop = chunks.bit_length() - 3  # bits below a quarter of an octave
-        group = 0 if chunks == longest else chunks >> drop << drop if drop > 0 else chunks
+        drop = max(0, chunks.bit_length() - 3)  # bits below a quarter of an octave
+        group = chunks >> drop << drop if chunks < longest else 0
         if group in works:
             works[group] += chunks * number
             numbers[group] += number
