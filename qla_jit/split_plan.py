@@ -45,8 +45,8 @@ from .planned import Alternative, KernelTime, SplitPlan, name_of
 from .segments import EXACT, least_segment_chunks
 from .split_models import SplitModels
 
-#: By how much a split must be predicted faster.  Cost models of the shipped database are off by 0.5 to 7.4 % on rows
-#: that they have not seen (`loo_error`), 1.8 % in the median.
+#: By how much a split must be predicted faster.  Cost models of the shipped database are off by 0.4 to 8.9 % on rows
+#: that they have not seen (`loo_error`), 2.8 % in the median.
 MARGIN = 0.05
 #: What is tried next as factors of the fastest length so far, over and over while it gains, and then beside it.  Fewer
 #: where more than `FEW` lengths differ, and fewer again of many sequences: there a try takes longer and matters less.
