@@ -203,9 +203,8 @@ def test_no_cut_is_an_alternative_to_itself(lengths):
 def test_what_a_split_launches_at_least_counts_before_any_is_tried():
     """Each of a thousand sequences has CTAs of its own whatever is cut: where these cost, no split can gain."""
     lengths = [1 + 7919 * i % 2000 for i in range(1000)]
-    dear = dict(TIMES, segment_forward=(1.85, 0.5, 9.0))
-    dear_narrow = (Option(default(OpConfig(2, 8).problem("segment_forward")), *dear["segment_forward"]),)
-    plan = plan_split(models(times=dear, segment_forward=dear_narrow), lengths, SMS, TOLERANCE, window_share=0.75)
+    dear = Option(default(OpConfig(2, 8).problem("segment_forward")), 1.85, 0.5, 9.0)
+    plan = plan_split(models(segment_forward=(dear,)), lengths, SMS, TOLERANCE, window_share=0.75)
     assert plan.segment_chunks is None and not plan.alternatives
     assert plan.reason == "whole sequences already keep the card as busy as a split could"
 
