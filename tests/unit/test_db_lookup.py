@@ -156,14 +156,18 @@ def test_lookup_sees_rows_that_another_process_stored(tmp_path):
     assert reader.lookup(problem()).kind == "exact"
 
 
+@pytest.mark.wall_clock
 def test_repeated_lookup_takes_microseconds(tmp_path):
     database = Database(tmp_path / "t.sqlite", shipped=False)
     database.store.add(best=[best(problem_=problem(h, h * r)) for h in range(1, 33) for r in (1, 2, 4)])
     database.lookup(problem())
-    started = time.perf_counter()
-    for _ in range(1000):
-        database.lookup(problem())
-    assert (time.perf_counter() - started) / 1000 < 200e-6
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        for _ in range(100):
+            database.lookup(problem())
+        times.append((time.perf_counter() - started) / 100)
+    assert min(times) < 200e-6
 
 
 def test_user_rows_lie_over_shipped_rows(tmp_path, monkeypatch):

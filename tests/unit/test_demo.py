@@ -128,7 +128,7 @@ def fake_card(monkeypatch):
 
 
 def test_live_sweep_fills_the_users_database_and_every_peer_gets_a_line(fake_card, tmp_path, capsys):
-    assert command.main(["--out", str(tmp_path / "out"), "--budget", "2"]) == 0
+    assert command.main(["--out", str(tmp_path / "out"), "--budget", "60"]) == 0
     said = capsys.readouterr().out
     assert said.rstrip().endswith(str(tmp_path / "out" / "sweep.png"))
     assert not (tmp_path / "out" / stages.REPLAY_DATABASE).exists()

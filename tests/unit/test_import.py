@@ -50,11 +50,13 @@ def test_import_opens_no_cuda_context_and_reads_no_file_of_its_own():
     )
 
 
+@pytest.mark.wall_clock
 def test_import_adds_at_most_300_ms_to_that_of_torch():
     code = "import time, torch; t = time.perf_counter(); import qla_jit; print(time.perf_counter() - t)"
     assert min(float(run(code)) for _ in range(3)) <= 0.3
 
 
+@pytest.mark.wall_clock
 def test_the_operator_itself_is_there_within_300_ms_of_torch():
     code = (
         "import time, torch; t = time.perf_counter(); import qla_jit; qla_jit.OpConfig; qla_jit.chunk_gated_delta_rule"

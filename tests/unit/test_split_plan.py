@@ -214,6 +214,7 @@ def test_equal_calls_give_equal_plans():
         assert plan_split(found, lengths, SMS, TOLERANCE, share) == plan_split(found, lengths, SMS, TOLERANCE, share)
 
 
+@pytest.mark.wall_clock
 @pytest.mark.parametrize(
     "lengths",
     [[8192] * 1000, [1 + 17 * n % 65536 for n in range(1000)], [1 + 17 * n % 2048 for n in range(999)] + [262144]],
@@ -225,7 +226,7 @@ def test_a_plan_of_a_thousand_sequences_takes_less_than_a_millisecond(lengths):
         started = time.perf_counter()
         plan_split(found, lengths, SMS, TOLERANCE)
         times.append(time.perf_counter() - started)
-    assert min(times) < 1e-3  # the least: what else runs on the machine is not the plan's time
+    assert min(times) < 1e-3
 
 
 @pytest.mark.parametrize(("window", "share"), [(EXACT, 1.5), (EXACT, -0.1), (0.0, None), (1.0, None)])

@@ -243,6 +243,7 @@ def test_closing_ends_a_running_request_at_once_and_starts_nothing_again(host):
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.wall_clock
 def test_two_cards_take_half_the_time(host):
     took = []
     for names in ("0", "01"):

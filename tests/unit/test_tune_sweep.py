@@ -86,6 +86,7 @@ def test_trials_of_an_older_template_or_another_card_are_measured_again(db):
     assert len(evaluator.asked) == 60
 
 
+@pytest.mark.wall_clock
 def test_budget_ends_the_sweep_and_is_shared_by_the_problems(db):
     problems = tuple(problem(h, 64) for h in (16, 32, 64))
     started = time.monotonic()
