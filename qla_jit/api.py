@@ -57,7 +57,7 @@ def chunk_gated_delta_rule(
     workspace: Workspace | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gated DeltaNet: ``S ← exp(g) (I − β k kᵀ) S + β k vᵀ``, ``o = scale · Sᵀ q``, token by token (MATH.md (1)).
+    """Gated DeltaNet: ``S ← exp(g) (I − β k kᵀ) S + β k vᵀ``, ``o = scale · Sᵀ q``, token by token (docs/MATH.md (1)).
 
     q, k: ``[B, T, H, K]``; k must be L2-normalised, or use_qk_l2norm_in_kernel set.  v: ``[B, T, HV, V]``, HV a
     multiple of H.  One dtype: bf16 or fp16 on CUDA (contiguous, K 64 or 128, V 64, 128 or 256), any on the CPU.

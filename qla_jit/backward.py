@@ -3,14 +3,14 @@
 | kernel            | leaves                                                                                  |
 | ----------------- | --------------------------------------------------------------------------------------- |
 | `kkt_inverse`     | Ã and the gates of every chunk, made again instead of being kept from the forward         |
-| `recompute_state` | the state before every chunk, and Y = V − diag(γ) K S                                   |
+| `recompute_state` | the state before every chunk, and E = Y − (tril(K Kᵀ, −1) Ã∘Γ) Y, Y = V − diag(γ) K S     |
 | `backward_state`  | the gradient of the state that leaves every chunk, of V and of the initial state        |
 | `backward_grad`   | the gradients of q, k, beta and g, chunk by chunk                                       |
 
 Where `split_plan` says so, sequences are cut and `split_backward` takes the place of the two in the middle.
 
 Nothing is saved by the forward but its inputs.  Work memory per value head and chunk of 64 tokens, at K = V = 128 in
-16 bits: 64 KB of states and their gradients, 16 KB of Y, 8 KB of Ã.
+16 bits: 64 KB of states and their gradients, 16 KB of E, 8 KB of Ã.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The chunk form in plain PyTorch: what CPU tensors run, and a fallback on any device.
 
-The two-step form of the kernels (MATH.md, FORWARD.md (26)-(27)): with ``Ã = A' diag(β)`` and ``Y = V − diag(γ) K S``,
+The two-step form of the kernels (docs/MATH.md (14), (15)): with ``Ã = A' diag(β)`` and ``Y = V − diag(γ) K S``,
 ``O = scale (diag(γ) Q S + (tril(Q Kᵀ) Ã ∘ Γ) Y)`` and ``S ← γ_C S + (diag(γ_C/γ) Ãᵀ K)ᵀ Y``.  Every exponential is of a
 difference ≤ 0, so no gate overflows.  Vectorised over sequences and heads; the loop runs over the chunks of the longest
 sequence of a group, or, with ``segment_chunks``, of the longest segment.  Differentiable by autograd.
@@ -94,8 +94,8 @@ def chunk_form(
 def _in_segments(q, k, v, g, beta, scale, initial_state, segments: Segments, state_v_first, operand_dtype, **options):
     """`chunk_form` in three steps: what every segment does to a state, where each one starts, the segments themselves.
 
-    A segment turns S into ``M S + S*`` (MATH.md (10)-(12)).  S* is what it leaves of a zero state, M what it leaves of
-    the identity with V = 0: the same recurrence on further value columns.
+    A segment turns S into ``M S + S*`` (docs/MATH.md (10), (11)).  S* is what it leaves of a zero state, M what it
+    leaves of the identity with V = 0: the same recurrence on further value columns.
     """
     heads, dim_k, dim_v = v.shape[2], q.shape[-1], v.shape[-1]
     common = dict(cu_seqlens=segments.bounds, chunk_size=segments.chunk_size, operand_dtype=operand_dtype)

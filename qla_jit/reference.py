@@ -1,7 +1,7 @@
 """Float64 references: the token recurrence that defines the operator, its chunk form, and one per kernel.
 
 Written to be obviously right, not fast: loops over tokens (or chunks), vectorised over sequences and heads, on any
-device, differentiable by autograd.  Equation numbers are those of the design notes (MATH.md).
+device, differentiable by autograd.  Equation numbers are those of docs/MATH.md.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .clocks import Clocks
 FLUSH_BYTES = 256 << 20
 MIN_SAMPLES = 5
 SAMPLING_S = 1.0  # a slow kernel gets fewer samples rather than more time
-#: Checked besides the workload itself: one token, around one chunk, and a tail (MATH.md's edge shapes).
+#: Checked besides the workload itself: one token, around one chunk, and a tail.
 EDGE_LENGTHS = (1, 63, 64, 65, 130, 257)
 EDGE_GATES = ("none", "violent")  # the workload itself has mild decay on most heads and none on the others
 

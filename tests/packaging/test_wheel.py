@@ -57,8 +57,7 @@ def sdist(tree, tmp_path_factory) -> Path:
 def wheel(sdist, tmp_path_factory) -> Path:
     """Built from the unpacked sdist: what the sdist lacks, the wheel lacks too."""
     folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)
     return build(next(folder.iterdir()), tmp_path_factory.mktemp("wheel"), "build_wheel")
 
 
