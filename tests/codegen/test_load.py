@@ -64,7 +64,6 @@ def test_artifact_loads_without_tilelang(kernel, artifact, cache):
 def test_artifact_loads_within_50_ms(kernel, artifact, cache):
     said = [load(cache, kernel) for _ in range(5)]
     best = {name: min(s[name] for s in said) for name in ("import_s", "start_s", "load_s")}
-    print(best)
     assert best["load_s"] <= LOAD_S and best["start_s"] <= START_S, best
 
 

@@ -102,6 +102,14 @@ def chunks(decay: float) -> list[Chunk]:
     return found
 
 
+def transfer_matrix(of_segment: list[Chunk]) -> torch.Tensor:
+    """(11), by the two-step form (15)."""
+    matrix = torch.eye(K, dtype=torch.float64)
+    for c in of_segment:
+        matrix = c.end * matrix - c.x.T @ (c.gamma * (c.k @ matrix))
+    return matrix
+
+
 def close(a, b):
     assert relative_error(a, b) < EXACT
 
@@ -133,25 +141,21 @@ def test_both_forms_of_the_gradient_of_v_agree(decay):
 
 @every_decay
 def test_transfer_matrix_is_a_product_a_walk_and_what_the_gates_leave_of_the_identity(decay):
-    eye = torch.eye(K, dtype=torch.float64)
-    product, walked, deviation, before = eye, eye, torch.zeros_like(eye), 1.0
-    for c in chunks(decay):
+    of_segment, eye = chunks(decay), torch.eye(K, dtype=torch.float64)
+    product, deviation, before = eye, torch.zeros_like(eye), 1.0
+    for c in of_segment:
         product = c.end * (eye - c.k.T @ c.inverse @ c.k) @ product  # (12)
-        walked = c.end * walked - c.x.T @ (c.gamma * (c.k @ walked))  # (11)
         deviation = c.end * deviation + c.x.T @ (-before * c.gamma * c.k - c.gamma * (c.k @ deviation))  # (16)
         before = before * c.end
-    close(walked, product)
+    close(transfer_matrix(of_segment), product)
     close(before * eye + deviation, product)
 
 
 @every_decay
 def test_gradient_of_a_state_passes_a_segment_by_the_forwards_transfer_matrix(decay):
     of_segment, dos = chunks(decay), normal(CHUNKS, C, V, seed=7)
-    transfer = torch.eye(K, dtype=torch.float64)
     whole, from_zero = normal(K, V, seed=8), torch.zeros(K, V, dtype=torch.float64)
     last = whole
     for c, do in reversed(list(zip(of_segment, dos))):
         whole, from_zero = c.passed(whole, do), c.passed(from_zero, do)
-    for c in of_segment:
-        transfer = c.end * transfer - c.x.T @ (c.gamma * (c.k @ transfer))
-    close(transfer.T @ last + from_zero, whole)  # (20)
+    close(transfer_matrix(of_segment).T @ last + from_zero, whole)  # (20)
